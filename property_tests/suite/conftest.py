@@ -1,0 +1,22 @@
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# `dev` is for work at the desk, `ci` repeats the same examples each time, `thorough` is for a night.
+slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("dev", max_examples=30, deadline=None, suppress_health_check=slow_ok)
+settings.register_profile(
+    "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow_ok
+)
+settings.register_profile("thorough", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+# Two cores: more threads only get in the way of the ranks that tests start.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_rng_state_in_each_test():
+    torch.manual_seed(0)
