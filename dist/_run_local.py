@@ -1,6 +1,5 @@
 """A function on several gloo ranks of this machine, for notebooks and tests."""
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -9,19 +8,18 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as c10d
+
+from ._local_rank import Report, call_pickled, pickled, run_rank, stack_path
 
 __all__ = ["run_local"]
 
@@ -30,17 +28,14 @@ T = TypeVar("T")
 GRACE_SECONDS = 1.0
 """How long the other ranks may still report an error of their own after one has raised."""
 
+END_OF_STACK = " in _report\n"
+"""In ``_local_rank._report``. What called that is the same for all ranks."""
+
 
 class _Rank(NamedTuple):
     process: BaseProcess
-    reports: Connection
-
-
-class _Report(NamedTuple):
-    """What a rank hands back: its result, or its exception with the traceback as text."""
-
-    value: Any
-    failure: str | None = None
+    reports: Any  # the reading end of a pipe, whose type depends on the system
+    stack: Path
 
 
 def run_local(fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[T]:
@@ -95,97 +90,81 @@ def run_local(fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float =
             if any(report.failure for report in reports.values()):
                 _raise_failure(reports, num_ranks)
             if len(reports) < num_ranks:
-                _raise_timeout(ranks, reports, timeout, folder)
+                _raise_timeout(ranks, reports, timeout)
         finally:
-            for rank in ranks:
-                _stop(rank)
+            _stop(ranks)
     return [reports[rank].value for rank in range(num_ranks)]
-
-
-# ---- in the caller --------------------------------------------------------------------------
 
 
 def _start(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, num_ranks: int, folder: str
 ) -> _Rank:
-    context = multiprocessing.get_context(_start_method())
-    call = partial(fn, *args)
-    if context.get_start_method() != "fork":
-        call = partial(_call_pickled, _pickled(call))
+    if _can_fork():
+        context, call = multiprocessing.get_context("fork"), partial(fn, *args)
+    else:
+        context = multiprocessing.get_context("spawn")
+        call = partial(call_pickled, pickled(partial(fn, *args)))
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_rank, args=(call, rank, num_ranks, folder, sender))
+    process = context.Process(target=run_rank, args=(call, rank, num_ranks, folder, sender))
     with sender, warnings.catch_warnings():
         # Python 3.12 warns of a fork beside other threads; what holds is in run_local's docstring.
         warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
         process.start()
-    return _Rank(process, receiver)
+    return _Rank(process, receiver, stack_path(folder, rank))
 
 
-def _start_method() -> str:
-    can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
-    return "fork" if can_fork else "spawn"
+def _can_fork() -> bool:
+    return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
-def _pickled(call: Callable[[], Any]) -> bytes:
-    module = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")
-    try:
-        return module.dumps(call)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            "run_local: fn and args must be picklable where ranks are spawned, got an error from "
-            f"{module.__name__}: {error}. Define fn in a module, install cloudpickle, or set "
-            'CUDA_VISIBLE_DEVICES="" to have the ranks forked.'
-        ) from error
-
-
-def _collect(ranks: list[_Rank], deadline: float) -> dict[int, _Report]:
+def _collect(ranks: list[_Rank], deadline: float) -> dict[int, Report]:
     """The reports until all ranks have reported, one has died, or the time is up; as they came."""
-    reports: dict[int, _Report] = {}
-    waiting = {each.reports: rank for rank, each in enumerate(ranks)}
-    while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+    reports: dict[int, Report] = {}
+    while len(reports) < len(ranks):
+        waiting = {rank: each.reports for rank, each in enumerate(ranks) if rank not in reports}
+        ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for reader in ready:
-            rank = waiting.pop(reader)  # pyright: ignore[reportArgumentType]
+        for rank in [rank for rank, reader in waiting.items() if reader in ready]:
             report = _receive(ranks[rank])
-            if report is None:  # what the others then say is only that a peer is gone
-                return {rank: _death(ranks[rank].process, rank, len(ranks))}
+            if report is None:  # the first in line: the others only say that a peer is gone
+                return {rank: _death(ranks[rank], rank, len(ranks)), **reports}
             reports[rank] = report
             if report.failure:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return reports
 
 
-def _receive(rank: _Rank) -> _Report | None:
+def _receive(rank: _Rank) -> Report | None:
     try:
         return pickle.loads(rank.reports.recv_bytes())
     except (EOFError, ConnectionError):
         return None
 
 
-def _death(process: BaseProcess, rank: int, num_ranks: int) -> _Report:
-    process.join()
-    code = process.exitcode or 0
+def _death(dead: _Rank, rank: int, num_ranks: int) -> Report:
+    dead.process.join()
+    code = dead.process.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    failure = f"rank {rank} of {num_ranks} {how} before it returned"
-    return _Report(RuntimeError(f"run_local: {failure}."), failure)
+    error = RuntimeError(
+        f"run_local: each rank must return or raise, got rank {rank} of {num_ranks} that {how}. "
+        "SIGKILL is often the system out of memory; for the rest run fn in one process."
+    )
+    return Report(error, f"rank {rank} of {num_ranks} {how}\n{_stack(dead)}".rstrip())
 
 
-def _raise_failure(reports: dict[int, _Report], num_ranks: int) -> NoReturn:
+def _raise_failure(reports: dict[int, Report], num_ranks: int) -> NoReturn:
     error = next(report.value for report in reports.values() if report.failure)
-    for rank, report in sorted(reports.items()):
-        if report.failure:
-            error.add_note(report.failure)
+    for rank in sorted(reports):
+        if reports[rank].failure:
+            error.add_note(reports[rank].failure)
     unfinished = [rank for rank in range(num_ranks) if rank not in reports]
     if unfinished:
         error.add_note(f"ranks that had not finished and were stopped: {unfinished}")
     raise error
 
 
-def _raise_timeout(
-    ranks: list[_Rank], reports: dict[int, _Report], timeout: float, folder: str
-) -> NoReturn:
+def _raise_timeout(ranks: list[_Rank], reports: dict[int, Report], timeout: float) -> NoReturn:
     unfinished = [rank for rank in range(len(ranks)) if rank not in reports]
     error = TimeoutError(
         f"run_local: {len(ranks)} ranks must finish within timeout={timeout:g} s, got no result "
@@ -193,107 +172,30 @@ def _raise_timeout(
         "more time."
     )
     for rank in unfinished:
-        error.add_note(f"rank {rank} stood at\n{_stack(ranks[rank].process, rank, folder)}")
+        _write_stack(ranks[rank])
+        error.add_note(f"rank {rank} stood at\n{_stack(ranks[rank])}")
     raise error
 
 
-def _stack(process: BaseProcess, rank: int, folder: str) -> str:
-    """Where a rank stands: it writes its stack on SIGUSR1, even if it is stuck outside Python."""
-    path = _stack_path(folder, rank)
-    if not (hasattr(faulthandler, "register") and path.exists() and process.pid):
-        return "  (unknown)"
-    os.kill(process.pid, signal.SIGUSR1)
+def _write_stack(rank: _Rank) -> None:
+    """Have a rank write where it stands, which it does on SIGUSR1 even if stuck outside Python."""
+    if not (hasattr(faulthandler, "register") and rank.stack.exists() and rank.process.pid):
+        return
+    os.kill(rank.process.pid, signal.SIGUSR1)
     until = time.monotonic() + 0.5
-    while time.monotonic() < until and "File" not in path.read_text():
+    while time.monotonic() < until and END_OF_STACK not in rank.stack.read_text():
         time.sleep(0.01)
-    return path.read_text()
 
 
-def _stack_path(folder: str, rank: int) -> Path:
-    return Path(folder) / f"stack_{rank}"
+def _stack(rank: _Rank) -> str:
+    text = rank.stack.read_text() if rank.stack.exists() else ""
+    return text.partition(END_OF_STACK)[0].rpartition("\n")[0] if END_OF_STACK in text else text
 
 
-def _stop(rank: _Rank) -> None:
-    rank.process.kill()
-    rank.process.join()
-    rank.process.close()
-    rank.reports.close()
-
-
-# ---- in a rank ------------------------------------------------------------------------------
-
-
-def _run_rank(
-    call: Callable[[], Any], rank: int, num_ranks: int, folder: str, sender: Connection
-) -> NoReturn:
-    """Run ``call`` as a rank, report, and wait for the caller to end this process.
-
-    Waiting keeps the sockets open, so that no peer fails for the lack of a finished rank. The end
-    comes by SIGKILL: gloo's teardown at exit, which sometimes aborts, never runs.
-    """
-    try:
-        with open(_stack_path(folder, rank), "w") as stack:
-            if hasattr(faulthandler, "register"):
-                faulthandler.register(signal.SIGUSR1, stack)
-            sender.send_bytes(pickle.dumps(_report(call, rank, num_ranks, folder)))
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
-            caller = multiprocessing.parent_process()
-            if caller is not None:
-                caller.join()
-    finally:
-        os._exit(1)
-
-
-def _report(call: Callable[[], Any], rank: int, num_ranks: int, folder: str) -> _Report:
-    try:
-        _join_ranks(rank, num_ranks, folder)
-        return _picklable(call())
-    except BaseException as error:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        failure = f"rank {rank} of {num_ranks} raised\n{text}"
-        return _Report(_rebuildable(error, rank), failure)
-
-
-def _join_ranks(rank: int, num_ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
-    if sys.platform == "linux":  # without it gloo asks the resolver for this machine's name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = c10d.FileStore(str(Path(folder) / "store"), num_ranks)
-    c10d.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-
-
-def _picklable(value: Any) -> _Report:
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        raise TypeError(
-            f"run_local: a result must be picklable, got {type(value).__name__} ({error}). "
-            "Return tensors, numbers, strings or trees of them."
-        ) from error
-    return _Report(value)
-
-
-def _rebuildable(error: BaseException, rank: int) -> BaseException:
-    """``error`` where pickle can copy it and the caller can survive it, else a RuntimeError."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copy = None
-    if type(copy) is type(error) and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return error
-    return RuntimeError(f"run_local: rank {rank} raised {type(error).__name__}: {error}")
-
-
-def _call_pickled(call: bytes) -> Any:
-    try:
-        fn = pickle.loads(call)
-    except (AttributeError, ImportError) as error:
-        raise TypeError(
-            f"run_local: fn must be importable where ranks are spawned, got {error}. Define fn in a "
-            'module, install cloudpickle, or set CUDA_VISIBLE_DEVICES="" to have the ranks forked.'
-        ) from error
-    return fn()
+def _stop(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join()
+        rank.process.close()
+        rank.reports.close()
