@@ -1,0 +1,191 @@
+"""One block of the decoder: its shape, its weights, its forward pass with and without a cache."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pure import random
+from .layers import (
+    apply_rope,
+    attention,
+    init_weight,
+    linear,
+    merge_heads,
+    rms_norm,
+    rope_tables,
+    split_heads,
+    swiglu,
+)
+
+__all__ = ["Config", "block", "cached_block", "init_block", "tables"]
+
+Params = Any
+Tables = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape of a decoder.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: H.
+        intermediate_size: M, the width of the gated MLP.
+        num_layers: the number of blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of ``num_heads``.
+        head_dim: D, even; ``num_heads * head_dim`` need not be H.
+        rope_theta: the base of RoPE's wavelengths.
+        norm_eps: added to mean squares in the norms.
+        tie_embeddings: use the embedding as the output head.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            kind: Any = field.type
+            kinds = (int, float) if kind is float else (kind,)
+            _check_field(field.name, getattr(self, field.name), kinds)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "Config: num_heads must be a multiple of num_kv_heads, got "
+                f"num_heads={self.num_heads} and num_kv_heads={self.num_kv_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"Config: head_dim must be even, RoPE turns pairs, got head_dim={self.head_dim}."
+            )
+
+
+def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    if type(value) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"Config: {name} must be {expected}, got {name}={value!r}.")
+    if bool not in kinds and not value > 0:
+        raise ValueError(f"Config: {name} must be positive, got {name}={value}.")
+
+
+def init_block(config: Config, key: Tensor, *, std: float, dtype: torch.dtype) -> Params:
+    """The params of one block: normal weights of deviation ``std``, norms of 1.
+
+    Args:
+        config: the shape.
+        key: int64 [2].
+        std: the standard deviation.
+        dtype: of all params.
+
+    Returns:
+        ``attn_norm``, ``attn``: q, k, v, o, q_norm, k_norm; ``mlp_norm``, ``mlp``: gate, up, down.
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    keys = iter(random.split(key, 7))
+
+    def weight(*shape: int) -> Tensor:
+        return init_weight(next(keys), *shape, std=std, dtype=dtype)
+
+    def ones(size: int) -> Tensor:
+        return torch.ones(size, dtype=dtype, device=key.device)
+
+    return {
+        "attn_norm": ones(width),
+        "attn": {
+            "q": weight(heads, width),
+            "k": weight(kv_heads, width),
+            "v": weight(kv_heads, width),
+            "o": weight(width, heads),
+            "q_norm": ones(config.head_dim),
+            "k_norm": ones(config.head_dim),
+        },
+        "mlp_norm": ones(width),
+        "mlp": {
+            "gate": weight(inner, width),
+            "up": weight(inner, width),
+            "down": weight(width, inner),
+        },
+    }
+
+
+def tables(positions: Tensor, x: Tensor, config: Config) -> Tables:
+    """RoPE's cos and sin for ``positions`` [S] or [B, S], in the dtype of ``x``."""
+    return rope_tables(positions, config.head_dim, config.rope_theta, x.dtype)
+
+
+def block(layer: Params, x: Tensor, angles: Tables, config: Config) -> Tensor:
+    """A block on whole rows: causal attention, then the gated MLP, each added to what comes in.
+
+    Args:
+        layer: params of one block.
+        x: [B, S, H].
+        angles: from ``tables``.
+        config: the shape.
+
+    Returns:
+        [B, S, H].
+    """
+    q, k, v = _queries_keys_values(layer, x, angles, config)
+    return _after_attention(layer, x, attention(q, k, v, causal=True), config)
+
+
+def cached_block(
+    layer: Params,
+    x: Tensor,
+    angles: Tables,
+    config: Config,
+    past: list[Tensor],
+    positions: Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """``block`` on some more positions of rows whose earlier keys and values are given.
+
+    Args:
+        layer: params of one block.
+        x: [B, L, H].
+        angles: from ``tables``.
+        config: the shape.
+        past: keys and values, each [B, Nkv, T, D]; read up to the position of each query.
+        positions: int64 [B, L], where the new keys and values belong.
+
+    Returns:
+        [B, L, H], and keys and values that hold the new ones.
+    """
+    q, *new = _queries_keys_values(layer, x, angles, config)
+    keys, values = (_written(old, at, positions) for old, at in zip(past, new, strict=True))
+    visible = torch.arange(keys.shape[2], device=x.device) <= positions[..., None]
+    attended = attention(q, keys, values, visible)
+    return _after_attention(layer, x, attended, config), [keys, values]
+
+
+def _written(buffer: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    return buffer.scatter(2, positions[:, None, :, None].expand_as(new), new)
+
+
+def _queries_keys_values(
+    layer: Params, x: Tensor, angles: Tables, config: Config
+) -> tuple[Tensor, Tensor, Tensor]:
+    attn, eps = layer["attn"], config.norm_eps
+    normed = rms_norm(x, layer["attn_norm"], eps)
+    q = split_heads(linear(normed, attn["q"]), config.num_heads)
+    k = split_heads(linear(normed, attn["k"]), config.num_kv_heads)
+    v = split_heads(linear(normed, attn["v"]), config.num_kv_heads)
+    q = apply_rope(rms_norm(q, attn["q_norm"], eps), *angles)
+    k = apply_rope(rms_norm(k, attn["k_norm"], eps), *angles)
+    return q, k, v
+
+
+def _after_attention(layer: Params, x: Tensor, attended: Tensor, config: Config) -> Tensor:
+    mlp = layer["mlp"]
+    x = x + linear(merge_heads(attended), layer["attn"]["o"])
+    normed = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+    return x + swiglu(normed, mlp["gate"], mlp["up"], mlp["down"])
