@@ -1,1 +1,35 @@
-"""placeholder."""
+"""Loss terms, objectives and windows: pure functions, no ranks, no I/O."""
+
+from . import random as random
+from . import tree as tree
+from ._accumulator import Accumulator as Accumulator
+from ._accumulator import accumulator as accumulator
+from ._carry import LOCAL as LOCAL
+from ._carry import Carry as Carry
+from ._carry import FirstPass as FirstPass
+from ._carry import Reduction as Reduction
+from ._carry import WindowGrad as WindowGrad
+from .objective import Objective as Objective
+from .objective import cotangent as cotangent
+from .objective import term_mean as term_mean
+from .plans import PlanError as PlanError
+from .plans import PlanReport as PlanReport
+from .plans import explain_plan as explain_plan
+from ._status import EmptyWindowError as EmptyWindowError
+from ._status import NonFiniteLossError as NonFiniteLossError
+from .terms import LossFn as LossFn
+from .terms import LossTerms as LossTerms
+from .terms import Metrics as Metrics
+from .terms import TermStructureError as TermStructureError
+from .terms import add as add
+from .terms import combine as combine
+from .terms import divide as divide
+from .terms import merge as merge
+from .terms import scale as scale
+from .terms import zeros_like as zeros_like
+from .window import WindowValue as WindowValue
+from .window import first_pass as first_pass
+from .window import fold as fold
+from .window import scan as scan
+from .window import window_grad as window_grad
+from .window import window_value as window_value

@@ -1,0 +1,149 @@
+"""What is wrong with a window, decided from one host read at its end."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .plans import PlanError
+from .terms import LossTerms, TermStructureError
+
+__all__ = [
+    "EmptyWindowError",
+    "NonFiniteLossError",
+    "OnEmpty",
+    "Status",
+    "check",
+    "require_on_empty",
+]
+
+OnEmpty = Literal["raise", "zero", "skip"]
+
+# A cotangent that fits leaves float64 rounding (1e-15); float32 objectives leave 1e-7.
+_FITS = 1e-5
+# Dens that are float32 weights, summed twice in float64, agree to the rounding of one float32.
+_DENS_AGREE = 1e-6
+# A loss function that repeats itself repeats its sums up to the order of a kernel's additions.
+_REPEATS = 1e-4
+
+
+class EmptyWindowError(ValueError):
+    """A total den is zero, negative or not finite: there is nothing to average over."""
+
+
+class NonFiniteLossError(ValueError):
+    """A num is NaN or infinite. Nothing was updated."""
+
+
+class Status(NamedTuple):
+    """Device scalars and vectors that say whether a window is good; read together.
+
+    Attributes:
+        dens: the total dens, ``[number of den elements]``.
+        faults: how many ranks saw each sum bad in a micro-step, ``[number of leaves]``.
+        local_faults: the first such micro-step on this rank, or -1, ``[number of leaves]``.
+        misfit: the relative remainder of the cotangent that the plan's directions cannot express.
+        dens_apart: how far the dens are from those of ``den_fn``, relative; 0 without one.
+        unrepeated: how far a replay's sums are from the first pass's, relative; 0 without one.
+    """
+
+    dens: Tensor
+    faults: Tensor
+    local_faults: Tensor
+    misfit: Tensor
+    dens_apart: Tensor
+    unrepeated: Tensor
+
+
+def require_on_empty(on_empty: str) -> None:
+    """Raise unless ``on_empty`` is one of the three policies."""
+    if on_empty not in ("raise", "zero", "skip"):
+        raise ValueError(
+            f"window_grad: on_empty must be 'raise', 'zero' or 'skip', got {on_empty!r}."
+        )
+
+
+def check(
+    status: Status,
+    terms: LossTerms,
+    plan: str,
+    on_empty: OnEmpty,
+    reports: Callable[[str | None], Sequence[tuple[int | None, str | None]]],
+) -> None:
+    """Read ``status`` and raise what it says, the same error on each rank.
+
+    Raises:
+        NonFiniteLossError: a num was not finite in some micro-step.
+        TermStructureError: a den was negative, or disagrees with ``den_fn``.
+        EmptyWindowError: a total den is not positive and ``on_empty`` is "raise".
+        PlanError: the plan cannot express the objective at these totals.
+    """
+    parts = [part.detach().double().reshape(-1) for part in status]
+    flat = torch.cat([part.to(parts[0].device) for part in parts]).tolist()
+    read = iter(flat)
+    dens, faults, local, misfit, apart, unrepeated = (
+        [next(read) for _ in range(part.numel())] for part in parts
+    )
+    _check_faults(faults, local, terms, reports)
+    if on_empty == "raise":
+        _check_dens(dens, terms)
+    if apart[0] > _DENS_AGREE:
+        raise TermStructureError(
+            "window_grad: the dens that loss_fn returned do not sum to those that den_fn counted "
+            f"(relative difference {apart[0]:.3g}). Let both use one mask."
+        )
+    if unrepeated[0] > _REPEATS:
+        raise PlanError(
+            "plan 'replay': loss_fn gave other sums in the second pass (relative difference "
+            f"{unrepeated[0]:.3g}). Draw random numbers from keys in the batch, or use 'columns'."
+        )
+    if misfit[0] > _FITS:
+        raise PlanError(
+            f"plan {plan!r}: at these totals the cotangent of the objective has a direction that "
+            f"made-up totals did not show (relative remainder {misfit[0]:.3g}). Use plan='replay'."
+        )
+
+
+def _check_faults(
+    faults: list[float],
+    local: list[float],
+    terms: LossTerms,
+    reports: Callable[[str | None], Sequence[tuple[int | None, str | None]]],
+) -> None:
+    if not any(faults):
+        return
+    names = tree.names(terms.num, "num") + tree.names(terms.den, "den")
+    num_nums = len(tree.leaves(terms.num))
+    own = [
+        f"{name} {'is not finite' if place < num_nums else 'is negative'} in micro-step {int(step)}"
+        for place, (name, step) in enumerate(zip(names, local, strict=True))
+        if step >= 0
+    ]
+    found = reports("; ".join(own) or None)
+    text = "; ".join(
+        f"{said}{'' if rank is None else f' on rank {rank}'}" for rank, said in found if said
+    )
+    if any(faults[:num_nums]):
+        raise NonFiniteLossError(
+            f"window_grad: {text}. Nothing was updated. Look at this micro-batch, or mask it out."
+        )
+    raise TermStructureError(f"window_grad: {text}. A den is a count or a sum of weights >= 0.")
+
+
+def _check_dens(dens: list[float], terms: LossTerms) -> None:
+    names = tree.names(terms.den, "den")
+    sizes = [leaf.numel() for leaf in tree.leaves(terms.den)]
+    per_element = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
+    bad = [
+        f"{name} = {den:g}"
+        for name, den in zip(per_element, dens, strict=True)
+        if not 0 < den < float("inf")
+    ]
+    if bad:
+        raise EmptyWindowError(
+            f"window_grad: a total den must be positive and finite, got {', '.join(bad)}. "
+            "Nothing in the window is supervised: build windows with at least one supervised "
+            "token, or say on_empty='zero' or on_empty='skip'."
+        )

@@ -1,0 +1,70 @@
+"""Windows inside ``torch.func`` transforms: the definition itself, ``grad`` of ``f(Σ s)``."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import tree
+from ._carry import WindowGrad
+from ._finish import ratios
+from .objective import Objective
+from ._sums import Sums, evaluate
+from .terms import LossFn, add
+
+__all__ = ["grad_of_sums", "inside", "sums_of_window"]
+
+
+def inside() -> bool:
+    """Whether the caller is being transformed by ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def sums_of_window(loss_fn: LossFn, params: Any, window: Iterable[Any]) -> Sums:
+    """``Σ loss_fn(params, batch)``, attached to the graph."""
+    total = None
+    for batch in window:
+        sums = evaluate(loss_fn, params, batch)
+        total = sums if total is None else add(total, sums)
+    if total is None:
+        raise ValueError("window_grad: inside torch.func a window needs a batch to know its terms.")
+    return total
+
+
+def require_transformable(params: Any) -> None:
+    """Refuse what torch.func would differentiate wrongly without a word.
+
+    Raises:
+        TypeError: ``params`` is a module, or holds sharded tensors.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"window_grad: inside torch.func params must be a pytree of tensors, got a "
+            f"{type(params).__name__}. Use torch.func.functional_call with a dict of parameters; "
+            "an FSDP2 module would give local gradients here, so call it outside of transforms."
+        )
+    for name, leaf in zip(tree.names(params, "params"), tree.leaves(params), strict=True):
+        if type(leaf).__name__ == "DTensor":
+            raise TypeError(
+                f"window_grad: {name} is a DTensor, whose gradient under torch.func is local to "
+                "its rank. Gather it first (numden.dist.gather), or leave the transform."
+            )
+
+
+def grad_of_sums(
+    loss_fn: LossFn, objective: Objective, params: Any, window: Iterable[Any]
+) -> WindowGrad:
+    """``grad`` of ``f(Σ s(params, batch))``: slower than a plan, and differentiable once more.
+
+    No value is read, so that it works under ``vmap``: an empty window gives what the objective
+    makes of zeros.
+    """
+    require_transformable(params)
+
+    def loss_and_sums(params: Any) -> Any:
+        sums = sums_of_window(loss_fn, params, window)
+        return objective(sums.terms), sums
+
+    grads, (loss, sums) = torch.func.grad_and_value(loss_and_sums, has_aux=True)(params)
+    return WindowGrad(loss, grads, sums.terms, ratios(sums))
