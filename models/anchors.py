@@ -86,7 +86,7 @@ def sample_anchors(key: Tensor, loss_mask: Tensor, num_anchors: int) -> tuple[Te
     """
     size = loss_mask.shape[-1]
     eligible = candidates(loss_mask)
-    priority = torch.where(eligible, random.uniform(key, (size,)), 2.0)
+    priority = torch.where(eligible, random.uniform(key, (size,), dtype=torch.float64), 2.0)
     chosen = priority.argsort(dim=-1, stable=True)[..., :num_anchors]
     # `size` marks what is not an anchor, and sorts behind all that are.
     position = torch.where(eligible.gather(-1, chosen), chosen, size).sort(dim=-1).values

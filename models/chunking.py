@@ -40,9 +40,9 @@ def map_chunks(
         ``(outputs, aux)``, their rows in the order of the items.
 
     Examples:
-        >>> double = lambda params, items, constants: (params * items, constants)
+        >>> double = lambda params, items, constants: (params * items, constants + 1)
         >>> map_chunks(double, torch.tensor(2.0), torch.arange(3.0), torch.arange(3), chunk_size=2)
-        (tensor([0., 2., 4.]), tensor([0, 1, 2]))
+        (tensor([0., 2., 4.]), tensor([1, 2, 3]))
     """
     if not chunk_size:
         return fn(params, items, constants)
@@ -70,7 +70,8 @@ def recompute(fn: ChunkFn, inputs: PyTree, constants: PyTree) -> tuple[PyTree, P
     Unlike ``torch.utils.checkpoint`` it works under ``torch.func`` transforms and by ``backward``.
 
     Args:
-        fn: a pure function that returns ``(outputs, aux)``, two trees of tensors.
+        fn: a pure function that returns ``(outputs, aux)``, two trees of new tensors, none of
+            them an argument as it is.
         inputs: a tree of float tensors, differentiated.
         constants: a tree of tensors; no gradient flows to them.
 

@@ -1,0 +1,173 @@
+"""Losses of drafted blocks: first one value a slot, then sums over slots.
+
+The values of a slot need its logits, which are computed for a few blocks at a time; the sums need
+no logits, so that they are the same however the blocks were grouped.
+
+Shapes: ``...`` any leading dims of blocks, Q slots in a block, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..pure.terms import LossTerms, Metrics
+from .anchors import slot_weights
+
+__all__ = ["SlotValues", "slot_losses", "slot_metrics", "slot_terms"]
+
+SlotValues = dict[str, Tensor]
+"""Values ``[..., Q]`` by name."""
+
+
+def slot_losses(
+    draft_logits: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor | None = None,
+    confidence_logits: Tensor | None = None,
+) -> tuple[SlotValues, SlotValues]:
+    """The losses of each slot, and what else its logits tell.
+
+    With p the softmax of the draft and t that of the teacher, all in float32 or wider::
+
+        ce         = -log p[label]                    nats
+        l1         = sum_v |p_v - t_v|                in [0, 2]
+        acceptance = 1 - l1 / 2                       sum_v min(p_v, t_v)
+        confidence = BCE(sigmoid(confidence_logit), acceptance)
+
+    Acceptance is the probability that speculative sampling accepts the slot. No gradient flows
+    to it, nor to the teacher.
+
+    Args:
+        draft_logits: ``[..., Q, V]``.
+        labels: ``[..., Q]`` int64 in ``[0, V)``, also where a slot does not count.
+        teacher_logits: ``[..., Q, V]``; without them there is no l1 and no confidence.
+        confidence_logits: ``[..., Q]``; without them there is no confidence.
+
+    Returns:
+        ``(losses, measures)``: ``ce``, ``l1`` and ``confidence``; and, without gradient,
+        ``correct``, ``draft_top1_prob``, ``teacher_agreement``, ``teacher_top1_prob``,
+        ``acceptance``, ``confidence_abs_error``.
+
+    Examples:
+        >>> draft, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+        >>> losses, measures = slot_losses(draft, torch.tensor([0]), teacher)
+        >>> losses["ce"], losses["l1"], measures["acceptance"]
+        (tensor([0.6931]), tensor([0.5000]), tensor([0.7500]))
+
+    References:
+        Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
+    """
+    log_p = _wide(draft_logits).log_softmax(-1)
+    top = log_p.detach().max(-1)
+    losses = {"ce": -log_p.gather(-1, labels[..., None]).squeeze(-1)}
+    measures = {"correct": top.indices == labels, "draft_top1_prob": top.values.exp()}
+    if teacher_logits is None:
+        return losses, measures
+    teacher = _wide(teacher_logits.detach()).softmax(-1)
+    teacher_top = teacher.max(-1)
+    losses["l1"] = (log_p.exp() - teacher).abs().sum(-1)
+    acceptance = (1 - losses["l1"].detach() / 2).clamp(0, 1)
+    measures["acceptance"] = acceptance
+    measures["teacher_agreement"] = top.indices == teacher_top.indices
+    measures["teacher_top1_prob"] = teacher_top.values
+    if confidence_logits is not None:
+        score = _wide(confidence_logits)
+        losses["confidence"] = functional.binary_cross_entropy_with_logits(
+            score, acceptance.to(score.dtype), reduction="none"
+        )
+        measures["confidence_abs_error"] = (score.detach().sigmoid() - acceptance).abs()
+    return losses, measures
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def slot_terms(losses: SlotValues, supervised: Tensor, decay_gamma: float | None) -> LossTerms:
+    """Weighted sums of slot losses, over the one sum of weights.
+
+    ``num[name] = sum w * losses[name]`` and ``den = sum w``, in float64, with the weights w of
+    ``slot_weights``. Slots that do not count add exact zeros, whatever their values.
+
+    Args:
+        losses: ``[..., Q]`` by name.
+        supervised: ``[..., Q]`` bool, the slots that count.
+        decay_gamma: see ``slot_weights``.
+
+    Returns:
+        ``num`` a dict of scalars, ``den`` a scalar that all share.
+
+    Examples:
+        >>> losses = {"ce": torch.tensor([2.0, 3.0, float("nan")])}
+        >>> slot_terms(losses, torch.tensor([True, True, False]), None)
+        LossTerms(num={'ce': tensor(5., dtype=torch.float64)}, den=tensor(2., dtype=torch.float64))
+    """
+    weights = slot_weights(supervised, decay_gamma)
+    return LossTerms(
+        num={name: _total(values, supervised, weights) for name, values in losses.items()},
+        den=weights.sum(),
+    )
+
+
+def slot_metrics(
+    losses: SlotValues, measures: SlotValues, supervised: Tensor, decay_gamma: float | None
+) -> Metrics:
+    """What is reported of drafted blocks, as sums over sums, without gradient.
+
+    Over the sum of weights: ``ce_loss``, ``l1_loss``, ``confidence_loss`` and
+    ``confidence_abs_error``. Over the number of supervised slots: ``accuracy``,
+    ``draft_top1_prob``, ``teacher_top1_prob``, ``teacher_agreement``; ``ce_position`` and
+    ``accuracy_position`` are vectors ``[Q]``, one ratio a slot. ``tau_probabilistic`` is the
+    expected number of tokens that a block of speculative sampling yields, over the number of
+    blocks with a supervised slot: ``1 + sum_j prod_{i<=j} acceptance_i``.
+
+    Args:
+        losses: from ``slot_losses``.
+        measures: from ``slot_losses``.
+        supervised: ``[..., Q]`` bool.
+        decay_gamma: see ``slot_weights``.
+
+    Returns:
+        ``LossTerms`` by name; those that need a teacher or a confidence head only with it.
+    """
+    values = {name: value.detach().double() for name, value in (losses | measures).items()}
+    weights, count = slot_weights(supervised, decay_gamma), supervised.double()
+    metrics = {
+        "accuracy": _mean(values["correct"], supervised, count),
+        "accuracy_position": _per_slot(values["correct"], supervised),
+        "ce_loss": _mean(values["ce"], supervised, weights),
+        "ce_position": _per_slot(values["ce"], supervised),
+        "draft_top1_prob": _mean(values["draft_top1_prob"], supervised, count),
+    }
+    if "l1" in values:
+        metrics |= {
+            "l1_loss": _mean(values["l1"], supervised, weights),
+            "tau_probabilistic": _expected_tokens(values["acceptance"], supervised),
+            "teacher_agreement": _mean(values["teacher_agreement"], supervised, count),
+            "teacher_top1_prob": _mean(values["teacher_top1_prob"], supervised, count),
+        }
+    if "confidence" in values:
+        error = values["confidence_abs_error"]
+        metrics["confidence_loss"] = _mean(values["confidence"], supervised, weights)
+        metrics["confidence_abs_error"] = _mean(error, supervised, weights)
+    return metrics
+
+
+def _total(values: Tensor, supervised: Tensor, weights: Tensor) -> Tensor:
+    # `where` first: 0 * inf is no zero.
+    return (torch.where(supervised, values, 0) * weights).sum()
+
+
+def _mean(values: Tensor, supervised: Tensor, weights: Tensor) -> LossTerms:
+    return LossTerms(_total(values, supervised, weights), weights.sum())
+
+
+def _per_slot(values: Tensor, supervised: Tensor) -> LossTerms:
+    kept = torch.where(supervised, values, 0).flatten(0, -2)
+    return LossTerms(kept.sum(0), supervised.flatten(0, -2).double().sum(0))
+
+
+def _expected_tokens(acceptance: Tensor, supervised: Tensor) -> LossTerms:
+    drafted = torch.where(supervised, acceptance, 0).cumprod(-1).sum(-1)
+    counted = supervised[..., 0].double()
+    return LossTerms(((1 + drafted) * counted).sum(), counted.sum())

@@ -1,0 +1,141 @@
+"""Greedy decoding of a target model, plain and speculative: the same tokens, in fewer steps.
+
+A speculative round drafts Q tokens behind the last known one, runs the target once on all of them,
+and keeps those that the target would have chosen itself, plus the target's next choice.
+
+The target scores a token alone in plain decoding and among others in speculative decoding, and
+rounds differently: where its two best logits are closer than that, the two may differ. In float64
+that does not happen in practice; float32 and below are compared up to such ties.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import decoder
+
+__all__ = ["Decoded", "Drafter", "Target", "cached_decoder", "greedy", "speculative_greedy"]
+
+Drafter = Callable[[Tensor, Tensor], Tensor]
+"""``(captured [1, a, C], token [1]) -> tokens [1, Q]``: what may follow the token at position a,
+from what the target computed before it."""
+
+
+class Target(NamedTuple):
+    """A model to decode with, as three pure functions of a state.
+
+    Attributes:
+        init: ``() -> state``, that of no tokens.
+        step: ``(tokens [1, L], state) -> (logits [1, L, V], captured [1, L, C], state)``; captured
+            is what a drafter reads of the model, one row a token.
+        rollback: ``(state, length) -> state``, that of the first ``length`` tokens.
+    """
+
+    init: Callable[[], Any]
+    step: Callable[[Tensor, Any], tuple[Tensor, Tensor, Any]]
+    rollback: Callable[[Any, int], Any]
+
+
+class Decoded(NamedTuple):
+    """What decoding gave.
+
+    Attributes:
+        tokens: int64 ``[T]``, those behind the prompt.
+        accepted: drafted tokens that were kept, one number for each round, from 0 to Q.
+    """
+
+    tokens: Tensor
+    accepted: list[int]
+
+    @property
+    def tau(self) -> float:
+        """Tokens for each target step behind the prompt: ``1 + mean(accepted)``; 1 if no rounds.
+
+        Examples:
+            >>> Decoded(torch.tensor([5, 6, 7, 8]), accepted=[2, 0]).tau
+            2.0
+        """
+        return 1 + sum(self.accepted) / max(1, len(self.accepted))
+
+
+def cached_decoder(
+    params: Any, config: decoder.Config, *, capacity: int, layers: Sequence[int] = ()
+) -> Target:
+    """A ``decoder`` with a cache as a ``Target``.
+
+    Args:
+        params: of the decoder.
+        config: of the decoder.
+        capacity: tokens that the cache can hold: prompt, new tokens and a drafted block.
+        layers: indices of the layers whose outputs the drafter reads.
+    """
+
+    def init() -> decoder.Cache:
+        like = params["embed"]
+        return decoder.init_cache(config, 1, capacity, dtype=like.dtype, device=like.device)
+
+    def step(tokens: Tensor, cache: decoder.Cache) -> tuple[Tensor, Tensor, decoder.Cache]:
+        captured, final, cache = decoder.step(params, tokens, cache, config, layers=layers)
+        return decoder.logits(params, final, config), captured, cache
+
+    return Target(init, step, lambda cache, length: cache._replace(length=length))
+
+
+@torch.no_grad()
+def greedy(target: Target, prompt: Tensor, num_tokens: int) -> Tensor:
+    """The most probable token, ``num_tokens`` times, one target step each.
+
+    Args:
+        target: the model.
+        prompt: int64 ``[P]``, P at least 1.
+        num_tokens: how many to decode.
+
+    Returns:
+        int64 ``[num_tokens]``.
+    """
+    tokens = prompt[:0]
+    state, following = target.init(), prompt
+    for _ in range(num_tokens):
+        logits, _, state = target.step(following[None], state)
+        following = logits[0, -1:].argmax(-1)
+        tokens = torch.cat([tokens, following])
+    return tokens
+
+
+@torch.no_grad()
+def speculative_greedy(
+    target: Target, drafter: Drafter, prompt: Tensor, num_tokens: int
+) -> Decoded:
+    """``greedy``, with the help of a drafter: the same tokens whatever it drafts.
+
+    The prompt's step gives the first token. Then each round drafts Q tokens and runs the target
+    on the last token and the draft at once; the drafter reads only what the target has computed
+    before the last token. The last round may go beyond ``num_tokens``, and is cut.
+
+    Args:
+        target: the model.
+        drafter: see ``Drafter``.
+        prompt: int64 ``[P]``, P at least 1.
+        num_tokens: how many to decode.
+
+    Returns:
+        The tokens, and how many of each draft were kept.
+
+    References:
+        Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
+    """
+    logits, captured, state = target.step(prompt[None], target.init())
+    tokens, accepted = logits[0, -1:].argmax(-1), []
+    while len(tokens) < num_tokens:
+        drafted = drafter(captured, tokens[-1:])[0]
+        logits, extra, state = target.step(torch.cat([tokens[-1:], drafted])[None], state)
+        chosen = logits[0].argmax(-1)
+        kept = int((drafted == chosen[:-1]).long().cumprod(0).sum())
+        # What was computed for rejected tokens is dropped; the last of the new ones is not run yet.
+        captured = torch.cat([captured, extra[:, : kept + 1]], 1)
+        state = target.rollback(state, captured.shape[1])
+        tokens = torch.cat([tokens, chosen[: kept + 1]])
+        accepted.append(kept)
+    return Decoded(tokens[:num_tokens], accepted)

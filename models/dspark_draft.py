@@ -1,0 +1,71 @@
+"""Draft the tokens behind a position with a DSpark drafter, as speculative decoding needs them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import backbone, markov
+from .dspark import Config, Slots, confidence_logits, logits
+from .layers import embed, linear
+
+__all__ = ["Draft", "draft"]
+
+
+class Draft(NamedTuple):
+    """A drafted block.
+
+    Attributes:
+        tokens: ``[B, Q]`` int64.
+        confidence: ``[B, Q]``, the predicted probability that the target accepts each token given
+            that it accepted those before; None without a confidence head.
+    """
+
+    tokens: Tensor
+    confidence: Tensor | None
+
+
+def draft(params: Any, captured: Tensor, token: Tensor, config: Config, target: Any) -> Draft:
+    """The Q most probable tokens behind ``token``, each given the one before it.
+
+    The token stands at position a and is the last that is known; the target has run on what is
+    before it, and only on that.
+
+    Args:
+        params: of the drafter.
+        captured: ``[B, a, K * H]``, hidden states of the target at positions before a.
+        token: ``[B]`` int64.
+        config: the drafter.
+        target: the frozen embedding and head.
+
+    Returns:
+        Tokens for positions ``a + 1`` to ``a + Q``.
+    """
+    num_rows, anchor = captured.shape[:2]
+    anchors = torch.full((num_rows, 1), anchor, device=token.device)
+    padding = (0, config.block_size - 1)
+    ids = functional.pad(token[:, None], padding, value=config.mask_token_id)
+    slots = embed(ids[:, None], target["embed"])
+    keep = torch.ones_like(anchors, dtype=torch.bool)
+    hidden = backbone.apply(params, captured, slots, anchors, keep, config)[:, 0]
+    return _greedy(params, hidden, token, config, target)
+
+
+def _greedy(params: Any, hidden: Tensor, token: Tensor, config: Config, target: Any) -> Draft:
+    """Choose token after token of ``[B, Q, H]``, which is where the Markov head is sequential."""
+    base = logits(params, Slots(hidden, None, None), target)
+    state = markov.initial_state(params["markov"], hidden[:, 0]) if config.markov_rank else None
+    tokens, scores = [], []
+    for slot in range(config.block_size):
+        previous, scored = None, base[:, slot]
+        if state is not None:
+            head = params["markov"]
+            previous = embed(token, head["embed"])
+            state, vector = markov.step(head, config.markov_head, state, previous, hidden[:, slot])
+            scored = scored + linear(vector, head["out"])
+        token = scored.argmax(-1)
+        tokens.append(token)
+        scores.append(confidence_logits(params, hidden[:, slot], previous, config))
+    confidence = torch.stack(scores, 1).sigmoid() if config.confidence_alpha else None
+    return Draft(torch.stack(tokens, 1), confidence)
