@@ -8,7 +8,7 @@ from torch import Tensor
 from . import tree
 from ._carry import Carry, FirstPass, Reduction, Spec, WindowGrad
 from .objective import Objective, cotangent, spread
-from ._status import EmptyWindowError, Status, check
+from ._status import EmptyWindowError, Status, check, require_repeated
 from ._sums import Sums, wide_dtype
 from .terms import LossTerms, divide
 from .tree import PyTree
@@ -18,11 +18,19 @@ __all__ = ["finish", "finish_value", "ratios", "reduce_totals", "value"]
 
 def reduce_totals(
     reduction: Reduction, sums: Sums | None, faults: Tensor | None
-) -> tuple[Sums, Tensor] | None:
-    """The sums of all ranks, and on how many ranks each was bad; None without any micro-step."""
+) -> Any:
+    """The sums of all ranks, and on how many ranks each was bad; None without any micro-step.
+
+    The result may be a function that waits for them.
+    """
     if sums is None or faults is None:
         return reduction.totals(None)
     return reduction.totals((sums, (faults >= 0).to(wide_dtype(faults.device))))
+
+
+def wait_for(totals: Any) -> tuple[Sums, Tensor] | None:
+    """The totals, once their reduction is done."""
+    return totals() if callable(totals) else totals
 
 
 def ratios(sums: Sums) -> dict[str, Any]:
@@ -48,7 +56,9 @@ def value(
 
 def finish(spec: Spec, carry: Carry) -> WindowGrad:
     """The loss, the gradient, the totals and the metrics of the window in ``carry``."""
-    totals = carry.totals or _totals(spec, carry)
+    if isinstance(carry.known, FirstPass) and spec.on_empty != "skip" and carry.sums is not None:
+        require_repeated(_apart(carry.sums.terms, carry.known.sums.terms))
+    totals = _totals(spec, carry)
     if totals is None:
         return _without_micro_steps(spec, carry)
     sums, faults = totals
@@ -72,7 +82,7 @@ def finish_value(spec: Spec, found: FirstPass) -> tuple[Tensor, LossTerms, dict[
     if spec.on_empty != "skip":
         none = torch.zeros_like(loss)
         local = torch.full_like(faults, -1) if found.faults is None else found.faults
-        status = Status(_dens(sums.terms), faults, local, none, none, none)
+        status = Status(_dens(sums.terms), faults, local, none, none)
         check(status, sums.terms, spec.plan, spec.on_empty, spec.reduction.reports)
     return loss, sums.terms, ratios(sums)
 
@@ -80,7 +90,8 @@ def finish_value(spec: Spec, found: FirstPass) -> tuple[Tensor, LossTerms, dict[
 def _totals(spec: Spec, carry: Carry) -> tuple[Sums, Tensor] | None:
     if isinstance(carry.known, FirstPass):
         return carry.known.totals
-    return reduce_totals(spec.reduction, carry.sums, carry.faults)
+    started = carry.totals or reduce_totals(spec.reduction, carry.sums, carry.faults)
+    return wait_for(started)
 
 
 def _combine(grads: tuple[PyTree, ...], factors: list[Tensor], *, donate: bool) -> PyTree:
@@ -100,16 +111,13 @@ def _combine(grads: tuple[PyTree, ...], factors: list[Tensor], *, donate: bool) 
 def _status(spec: Spec, carry: Carry, sums: Sums, faults: Tensor, misfit: Tensor) -> Status:
     none = torch.zeros_like(misfit)
     local = carry.faults
-    apart = unrepeated = none
-    if spec.plan == "before":
-        apart = _apart(sums.terms.den, carry.known)
+    apart = _apart(sums.terms.den, carry.known) if spec.plan == "before" else none
     if isinstance(carry.known, FirstPass):
         local = carry.known.faults
-        if carry.sums is not None and carry.known.sums is not None:
-            unrepeated = _apart(carry.sums.terms, carry.known.sums.terms)
     if carry.sums is None:  # an empty rank, which had no directions either
-        local, misfit = torch.full_like(faults, -1), none
-    return Status(_dens(sums.terms), faults, local, misfit, apart, unrepeated)
+        misfit = none
+    local = torch.full_like(faults, -1) if local is None else local
+    return Status(_dens(sums.terms), faults, local, misfit, apart)
 
 
 def _dens(terms: LossTerms) -> Tensor:

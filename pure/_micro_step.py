@@ -76,7 +76,8 @@ def _refuse_dropped_gradient(spec: Spec, carry: Carry, terms: LossTerms) -> None
 
 def _directions(spec: Spec, carry: Carry, leaves: Leaves, sums: Sums) -> tuple[LossTerms, ...]:
     """What the sums of each micro-step are weighted with, one tree for each gradient buffer."""
-    groups = require(spec.plan, sums, spec.objective, den_fn=spec.den_fn or _given)
+    den_fn = _given if spec.plan == "before" else spec.den_fn
+    groups = require(spec.plan, sums, spec.objective, den_fn=den_fn)
     if spec.plan == "replay":
         groups = (cotangent(spec.objective, carry.known.totals[0].terms)[1],)
     if spec.plan == "before":

@@ -42,11 +42,11 @@ class Status(NamedTuple):
 
     Attributes:
         dens: the total dens, ``[number of den elements]``.
-        faults: how many ranks saw each sum bad in a micro-step, ``[number of leaves]``.
+        faults: how many ranks saw each sum bad in a micro-step, ``[number of leaves]``; a reduction
+            may append what else calls for reports.
         local_faults: the first such micro-step on this rank, or -1, ``[number of leaves]``.
         misfit: the relative remainder of the cotangent that the plan's directions cannot express.
         dens_apart: how far the dens are from those of ``den_fn``, relative; 0 without one.
-        unrepeated: how far a replay's sums are from the first pass's, relative; 0 without one.
     """
 
     dens: Tensor
@@ -54,7 +54,6 @@ class Status(NamedTuple):
     local_faults: Tensor
     misfit: Tensor
     dens_apart: Tensor
-    unrepeated: Tensor
 
 
 def require_on_empty(on_empty: str) -> None:
@@ -83,7 +82,7 @@ def check(
     parts = [part.detach().double().reshape(-1) for part in status]
     flat = torch.cat([part.to(parts[0].device) for part in parts]).tolist()
     read = iter(flat)
-    dens, faults, local, misfit, apart, unrepeated = (
+    dens, faults, local, misfit, apart = (
         [next(read) for _ in range(part.numel())] for part in parts
     )
     _check_faults(faults, local, terms, reports)
@@ -94,15 +93,23 @@ def check(
             "window_grad: the dens that loss_fn returned do not sum to those that den_fn counted "
             f"(relative difference {apart[0]:.3g}). Let both use one mask."
         )
-    if unrepeated[0] > _REPEATS:
-        raise PlanError(
-            "plan 'replay': loss_fn gave other sums in the second pass (relative difference "
-            f"{unrepeated[0]:.3g}). Draw random numbers from keys in the batch, or use 'columns'."
-        )
     if misfit[0] > _FITS:
         raise PlanError(
             f"plan {plan!r}: at these totals the cotangent of the objective has a direction that "
             f"made-up totals did not show (relative remainder {misfit[0]:.3g}). Use plan='replay'."
+        )
+
+
+def require_repeated(apart: Tensor) -> None:
+    """Raise when a replay's sums are ``apart`` from those of its first pass, relatively.
+
+    Raises:
+        PlanError: they are, so that the cotangent belongs to other sums than the gradient.
+    """
+    if float(apart) > _REPEATS:
+        raise PlanError(
+            "plan 'replay': loss_fn gave other sums in the second pass (relative difference "
+            f"{float(apart):.3g}). Draw random numbers from keys in the batch, or use 'columns'."
         )
 
 
@@ -118,10 +125,12 @@ def _check_faults(
     num_nums = len(tree.leaves(terms.num))
     own = [
         f"{name} {'is not finite' if place < num_nums else 'is negative'} in micro-step {int(step)}"
-        for place, (name, step) in enumerate(zip(names, local, strict=True))
+        for place, (name, step) in enumerate(zip(names, local, strict=False))
         if step >= 0
     ]
     found = reports("; ".join(own) or None)
+    if not any(said for _, said in found):
+        return  # a rank asked for the others' reports without a fault of its own
     text = "; ".join(
         f"{said}{'' if rank is None else f' on rank {rank}'}" for rank, said in found if said
     )

@@ -18,7 +18,7 @@ __all__ = ["grad_of_sums", "inside", "sums_of_window"]
 
 def inside() -> bool:
     """Whether the caller is being transformed by ``torch.func``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
 def sums_of_window(loss_fn: LossFn, params: Any, window: Iterable[Any]) -> Sums:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _transforms, tree
 from ._carry import LOCAL, Carry, FirstPass, Reduction, Spec, WindowGrad
-from ._finish import finish, finish_value, ratios, reduce_totals
+from ._finish import finish, finish_value, ratios, reduce_totals, wait_for
 from ._leaves import Leaves
 from ._micro_step import absorb, forward, init
 from .objective import Objective, term_mean
@@ -193,7 +193,7 @@ def _first_pass(
         for step, sums in enumerate(each):
             total = add_sums(total, sums, step)
             faults = note_faults(faults, sums.terms, step)
-    return FirstPass(total, faults, reduce_totals(reduction, total, faults))
+    return FirstPass(total, faults, wait_for(reduce_totals(reduction, total, faults)))
 
 
 def window_grad(
@@ -211,7 +211,7 @@ def window_grad(
     The loss is ``f(S)`` of the sums ``S`` over all micro-steps (and ranks), so neither it nor the
     gradient depends on how the batch was cut into micro-steps. It stands for
 
-        loss, grads = value_and_grad(lambda params: objective(fold(loss_fn)(params, window)))(params)
+        grads, loss = grad_and_value(lambda p: objective(fold(loss_fn)(p, window)))(params)
 
     with the memory of one micro-step: gradients are added in place on detached leaves.
 
@@ -263,14 +263,14 @@ def run(spec: Spec, loss_fn: LossFn, params: Any, window: Iterable[Any]) -> Wind
         return _transforms.grad_of_sums(loss_fn, spec.objective, params, window)
     if spec.plan == "auto":
         return _run_auto(spec, loss_fn, params, iter(window))
-    known = None
-    if spec.plan in ("before", "replay"):
-        window = list(window)
+    if spec.plan in ("after", "columns"):
+        return _stream(spec, loss_fn, params, init(spec, params), iter(window))
+    batches = list(window)
     if spec.plan == "before":
-        known = _count_dens(spec, window)
-    if spec.plan == "replay":
-        known = _first_pass(loss_fn, spec.reduction, params, iter(window))
-    return _stream(spec, loss_fn, params, init(spec, params, known), iter(window))
+        known = _count_dens(spec, batches)
+    else:
+        known = _first_pass(loss_fn, spec.reduction, params, iter(batches))
+    return _stream(spec, loss_fn, params, init(spec, params, known), iter(batches))
 
 
 def _run_auto(spec: Spec, loss_fn: LossFn, params: Any, batches: Iterator[Any]) -> WindowGrad:
@@ -294,9 +294,12 @@ def _run_auto(spec: Spec, loss_fn: LossFn, params: Any, batches: Iterator[Any]) 
 def _count_dens(spec: Spec, window: list[Any]) -> PyTree:
     """The total dens by ``den_fn``; an empty tuple where no rank has a batch."""
     if spec.den_fn is None:
-        raise PlanError("plan 'before': it needs den_fn, which counts the dens of a batch.")
+        raise PlanError(
+            "plan 'before': it needs den_fn, which counts the dens of a batch without params. Give "
+            "it, or use plan='auto'."
+        )
     dens = [tree.map(_wide, spec.den_fn(batch)) for batch in window]
-    total = spec.reduction.totals(functools.reduce(add, dens) if dens else None)
+    total = wait_for(spec.reduction.totals(functools.reduce(add, dens) if dens else None))
     return () if total is None else total
 
 
