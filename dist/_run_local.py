@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,10 +49,13 @@ def run_local(fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float =
     On Linux without an accelerator the ranks are forked: they start in hundredths of a second,
     ``fn`` may be a lambda, a closure or a notebook's function, and it sees everything that the
     caller has, random state included. A rank must then stay with its one thread, since OpenMP's
-    other threads do not survive a fork. Elsewhere the ranks are spawned, because neither CUDA nor
-    the autograd threads of a machine that has it can be forked: each rank imports torch anew
-    (seconds), a script needs ``if __name__ == "__main__":``, and ``fn`` and ``args`` are pickled,
-    by cloudpickle if it is installed. ``CUDA_VISIBLE_DEVICES=""`` brings the forks back.
+    other threads do not survive a fork. What ``fn`` is the first to import, each rank imports
+    anew at each call: better import it in the caller.
+
+    Elsewhere the ranks are spawned, because neither CUDA nor the autograd threads of a machine that
+    has it can be forked: each rank imports torch anew (seconds), a script needs
+    ``if __name__ == "__main__":``, and ``fn`` and ``args`` are pickled, by cloudpickle if it is
+    installed. ``CUDA_VISIBLE_DEVICES=""`` brings the forks back.
 
     Args:
         fn: what each rank runs; its result must be picklable.
@@ -100,6 +104,9 @@ def _start(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, num_ranks: int, folder: str
 ) -> _Rank:
     if _can_fork():
+        # DDP, torch.optim and torch.func over an autograd.Function import it when first used, which
+        # takes each rank two seconds, at each call. Here it takes them once.
+        import_module("torch._dynamo")
         context, call = multiprocessing.get_context("fork"), partial(fn, *args)
     else:
         context = multiprocessing.get_context("spawn")
