@@ -37,10 +37,10 @@ def group_of(function: str, axis: Axis) -> Group:
             "run_local, or by torchrun and torch.distributed.init_process_group."
         )
     group = _process_group(function, axis)
-    if group is None or group == c10d.GroupMember.NON_GROUP_MEMBER:
+    if group is None:
         raise ValueError(
             f"{function}: this rank must belong to axis, got rank {c10d.get_rank()} outside of "
-            f"{axis}. Call it on the ranks of axis only."
+            "it. Call it on the ranks of axis only."
         )
     return Group(group.group_name, group.size(), group.rank())
 
@@ -50,12 +50,14 @@ def _process_group(function: str, axis: Axis) -> ProcessGroup | None:
         return c10d.group.WORLD
     if isinstance(axis, ProcessGroup):
         return axis
-    if not isinstance(axis, DeviceMesh):
-        raise TypeError(
-            f"{function}: axis must be a ProcessGroup, a DeviceMesh or None, got {axis!r}. "
-            'Slice a mesh by the names of its dimensions: mesh["dp"].'
-        )
-    if axis.get_coordinate() is None:
+    if isinstance(axis, DeviceMesh):
+        if axis.get_coordinate() is None:
+            return None
+        # torch keeps the group of a flattened mesh, so that it is made once.
+        return (axis if axis.ndim == 1 else axis._flatten()).get_group()
+    if axis == c10d.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to ranks outside
         return None
-    # torch keeps the group of a flattened mesh, so that it is made once.
-    return (axis if axis.ndim == 1 else axis._flatten()).get_group()
+    raise TypeError(
+        f"{function}: axis must be a ProcessGroup, a DeviceMesh or None, got {axis!r}. "
+        'Slice a mesh by the names of its dimensions: mesh["dp"].'
+    )

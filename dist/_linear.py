@@ -53,9 +53,8 @@ def apply_by_leaf(
     for kind in by_kind.values():
         rows = list(kind.values())
         result = _Linear.apply(torch.cat(rows, -1) if len(rows) > 1 else rows[0], run, transpose)
-        for index, part in zip(
-            kind, result.split([row.shape[-1] for row in rows], -1), strict=True
-        ):
+        parts = result.split([row.shape[-1] for row in rows], -1)
+        for index, part in zip(kind, parts, strict=True):
             leaves[index] = from_rows(part, leaves[index])
     return trees.unflatten(structure, leaves)
 
