@@ -6,4 +6,10 @@ from ._collectives import all_to_all as all_to_all
 from ._collectives import ppermute as ppermute
 from ._collectives import psum as psum
 from ._collectives import psum_scatter as psum_scatter
+from ._ranks import RankError as RankError
 from ._run_local import run_local as run_local
+from .fsdp import sum_gradients as sum_gradients
+from .sharding import gather as gather
+from .sharding import shard as shard
+from .window import window_grad as window_grad
+from .window import window_value as window_value

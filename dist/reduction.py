@@ -1,0 +1,195 @@
+"""The collectives of one window on one rank: in a fixed order, each once, also after an error.
+
+    one all-reduce of all sums, packed, started before the last backward pass
+    one coalesced SUM of the gradients that nobody has reduced yet
+    one gathering of reports, only in a window in which something is wrong
+
+(Plan ``before`` has one all-reduce more: its dens are needed before the window.) A rank whose loss
+function raises still takes part, with zeros and a flag, so that no rank waits for it in vain; then
+all ranks raise the same error.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ..pure import Reduction, TermStructureError, tree
+from ._packed import Packed, fits, header, pack, reduce_rest, skeleton, unpack
+from ._ranks import Report, group_device, raise_reports, report_of
+
+__all__ = ["ReduceGrads", "WindowCollectives", "sum_replicated"]
+
+ReduceGrads = Callable[[Any, Tensor], Any]
+"""``(grads, flag) -> grads``: both summed over ranks, the flag in place."""
+
+
+class WindowCollectives:
+    """What this rank still owes the others in one window.
+
+    Attributes:
+        reduction: what ``numden.pure`` calls; each call is one of the collectives.
+        over: whether no reduction is left, after which all ranks know the same.
+    """
+
+    def __init__(
+        self, group: c10d.ProcessGroup, reduce_grads: ReduceGrads | None, *, num_totals: int = 1
+    ) -> None:
+        self.group = group
+        self.reduction = Reduction(self.totals, self.grads, self.reports)
+        self.device = group_device(group)
+        self._reduce_grads = reduce_grads
+        self._totals_left = num_totals
+        self.over = False
+        self._unwaited: Callable[[], Any] | None = None
+        self._like: Any = None
+        self._broken = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self._trouble = torch.zeros_like(self._broken)
+
+    def totals(self, sums: Any) -> Callable[[], Any]:
+        """Start the packed all-reduce of a tree of sums; the result waits for it and unpacks it."""
+        self._like = sums
+        wait = self.start(pack(sums, failed=False, device=self.device))
+        self._unwaited = lambda: self._unpack(wait(), sums)
+        return self._unwaited
+
+    def start(self, packed: Packed) -> Callable[[], Packed]:
+        """Start the all-reduce of a buffer; the result waits for it."""
+        self._totals_left -= 1
+        work = c10d.all_reduce(packed.buffer, group=self.group, async_op=True)
+
+        def wait() -> Packed:
+            assert work is not None
+            work.wait()
+            self._unwaited = None
+            self.over = self._reduce_grads is None and not self._totals_left
+            return self._notice(packed)
+
+        return wait
+
+    def _notice(self, packed: Packed) -> Packed:
+        """Reduce what did not fit, and note what the header tells of other ranks."""
+        if not len(packed.rest) and self._like is not None and fits(self._like):
+            rest = packed.rest
+        else:
+            rest = reduce_rest(packed, self.group)
+        head = header(packed.buffer)
+        self._broken = self._broken + head.num_failed + head.apart
+        self._trouble = self._trouble + head.num_failed + head.apart
+        self._trouble += torch.where(head.num_with > 0, self.group.size() - head.num_with, 0)
+        return Packed(packed.buffer, rest)
+
+    def _unpack(self, packed: Packed, sums: Any) -> Any:
+        if sums is None:
+            return None
+        totals = unpack(packed, sums)
+        if self._totals_left:  # the dens of plan `before`; the sums are still to come
+            return totals
+        # Faults end in one number for the trouble of ranks, which `grads` may still add to.
+        found, faults = totals
+        # Where nobody reads the faults, sums that lack a rank's share must not pass for good ones.
+        lost = torch.where(self._broken > 0, float("nan"), 0.0).squeeze()
+        found = tree.map(lambda leaf: leaf + lost.to(leaf.device), found)
+        faults = torch.cat([faults, self._trouble.to(faults.device)])
+        self._trouble = faults[-1:]
+        return found, faults
+
+    def grads(self, grads: Any, *, failed: bool = False) -> Any:
+        """Sum what is not reduced yet; a rank that failed gives zeros."""
+        self.over = True
+        if self._reduce_grads is None:
+            return grads
+        flag = torch.full((1,), float(failed), device=self.device)
+        reduced = self._reduce_grads(grads, flag)
+        self._trouble.add_(flag.to(self._trouble))
+        return reduced
+
+    def reports(self, fault: str | None) -> Sequence[tuple[int | None, str | None]]:
+        """What each rank says of itself; called by all ranks once each knows of trouble.
+
+        Raises:
+            RankError: some rank's loss function raised.
+            TermStructureError: the ranks' sums have different structures.
+        """
+        gathered = self.gather((None, fault, self._structure()))
+        return [(rank, text) for rank, (_, text, _) in enumerate(gathered)]
+
+    def gather(self, own: Report, cause: Exception | None = None) -> list[Report]:
+        """All ranks' reports, by rank, if none of them is an error."""
+        gathered: list[Any] = [None] * self.group.size()
+        c10d.all_gather_object(gathered, own, group=self.group)
+        raise_reports(gathered, cause)
+        _require_one_structure([like for _, _, like in gathered])
+        return gathered
+
+    def settle(self) -> None:
+        """Exchange reports after a window whose faults nobody read, where a host read is free."""
+        if self.device.type == "cpu" and self.in_trouble():
+            self.reports(None)
+
+    def in_trouble(self) -> bool:
+        """Whether some rank failed, differs, or has no micro-step: a host read."""
+        return bool(self._trouble)
+
+    def abandon(self, error: Exception, zero_grads: Callable[[], Any]) -> None:
+        """Take part in what is left of the window after ``error``, and raise it on all ranks."""
+        if self.over:
+            raise error  # found at the end, from what all ranks know
+        if self._unwaited is not None:
+            self._unwaited()
+        while self._totals_left:
+            self.start(pack(None, failed=True, device=self.device))()
+        self.grads(zero_grads(), failed=True)
+        self.gather(report_of(error), cause=error)
+
+    def _structure(self) -> Any:
+        return None if self._like is None else skeleton(self._like)
+
+
+def _require_one_structure(skeletons: list[Any]) -> None:
+    said = [
+        (rank, list(zip(tree.names(like), map(_shape, tree.leaves(like)), strict=True)))
+        for rank, like in enumerate(skeletons)
+        if like is not None
+    ]
+    if said and any(sums != said[0][1] for _, sums in said):
+        texts = "; ".join(f"rank {rank} has {_text(sums)}" for rank, sums in said)
+        raise TermStructureError(
+            f"window_grad: all ranks must return the same sums, but {texts}. Return a pair of "
+            "zeros for a term that a batch lacks."
+        )
+
+
+def _shape(leaf: Tensor) -> list[int]:
+    return list(leaf.shape)
+
+
+def _text(sums: list[tuple[str, list[int]]]) -> str:
+    # Of (Sums(terms, metrics), faults), the names of the terms say enough.
+    own = [(name, shape) for name, shape in sums if name.startswith("[0]")]
+    return ", ".join(
+        f"{name.removeprefix('[0].').removeprefix('terms.')}{shape or ''}" for name, shape in own
+    )
+
+
+def sum_replicated(group: c10d.ProcessGroup) -> ReduceGrads:
+    """Sum gradients of replicated parameters in place: one coalesced all-reduce for each dtype."""
+
+    def reduce(grads: Any, flag: Tensor) -> Any:
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for leaf in tree.leaves(grads):
+            by_dtype[leaf.dtype].append(leaf)
+        by_dtype[flag.dtype].append(flag)
+        for tensors in by_dtype.values():
+            _sum_coalesced(tensors, group)
+        return grads
+
+    return reduce
+
+
+def _sum_coalesced(tensors: list[Tensor], group: c10d.ProcessGroup) -> None:
+    options = c10d.AllreduceCoalescedOptions()
+    group.allreduce_coalesced(tensors, options).wait()
