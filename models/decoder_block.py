@@ -1,16 +1,15 @@
 """One block of the decoder: its shape, its weights, its forward pass with and without a cache."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..pure import random
 from .layers import (
     apply_rope,
     attention,
-    init_weight,
     linear,
     merge_heads,
     rms_norm,
@@ -19,7 +18,7 @@ from .layers import (
     swiglu,
 )
 
-__all__ = ["Config", "block", "cached_block", "init_block", "tables"]
+__all__ = ["Config", "block", "block_shapes", "cached_block", "tables"]
 
 Params = Any
 Tables = tuple[Tensor, Tensor]
@@ -77,43 +76,33 @@ def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
         raise ValueError(f"Config: {name} must be positive, got {name}={value}.")
 
 
-def init_block(config: Config, key: Tensor, *, std: float, dtype: torch.dtype) -> Params:
-    """The params of one block: normal weights of deviation ``std``, norms of 1.
+def block_shapes(config: Config) -> Params:
+    """The params of one block as tensors on the meta device.
 
-    Args:
-        config: the shape.
-        key: int64 [2].
-        std: the standard deviation.
-        dtype: of all params.
-
-    Returns:
-        ``attn_norm``, ``attn``: q, k, v, o, q_norm, k_norm; ``mlp_norm``, ``mlp``: gate, up, down.
+    Examples:
+        >>> config = Config(vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=1,
+        ...                 num_heads=2, num_kv_heads=1, head_dim=4)
+        >>> {name: tuple(weight.shape) for name, weight in block_shapes(config)["mlp"].items()}
+        {'gate': (12, 8), 'up': (12, 8), 'down': (8, 12)}
     """
+    shape = partial(torch.empty, device="meta")
     width, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    keys = iter(random.split(key, 7))
-
-    def weight(*shape: int) -> Tensor:
-        return init_weight(next(keys), *shape, std=std, dtype=dtype)
-
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=dtype, device=key.device)
-
     return {
-        "attn_norm": ones(width),
+        "attn_norm": shape(width),
         "attn": {
-            "q": weight(heads, width),
-            "k": weight(kv_heads, width),
-            "v": weight(kv_heads, width),
-            "o": weight(width, heads),
-            "q_norm": ones(config.head_dim),
-            "k_norm": ones(config.head_dim),
+            "q": shape(heads, width),
+            "k": shape(kv_heads, width),
+            "v": shape(kv_heads, width),
+            "o": shape(width, heads),
+            "q_norm": shape(config.head_dim),
+            "k_norm": shape(config.head_dim),
         },
-        "mlp_norm": ones(width),
+        "mlp_norm": shape(width),
         "mlp": {
-            "gate": weight(inner, width),
-            "up": weight(inner, width),
-            "down": weight(width, inner),
+            "gate": shape(inner, width),
+            "up": shape(inner, width),
+            "down": shape(width, inner),
         },
     }
 

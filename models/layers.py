@@ -4,17 +4,20 @@ Shapes: B rows, S positions, H hidden width, V vocabulary, N heads, D width of a
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..pure import random
+from ..pure.tree import PyTree
 
 __all__ = [
     "apply_rope",
     "attention",
     "embed",
+    "init_like",
     "init_weight",
     "linear",
     "merge_heads",
@@ -49,6 +52,33 @@ def init_weight(
     # Blocks of draws that stay in a CPU's cache: six times as fast as a whole embedding at once.
     keys = random.split(key, num_rows).split(max(1, 2**16 // math.prod(row)))
     return torch.cat([(std * random.normal(block, row)).to(dtype) for block in keys])
+
+
+def init_like(key: Tensor, shapes: PyTree, *, std: float, dtype: torch.dtype) -> PyTree:
+    """Params for a tree of shapes: ``init_weight`` for matrices, ones for vectors (norms).
+
+    The i-th entry of a dict or list is drawn from ``fold_in(key, i)``: it does not depend on those
+    behind it.
+
+    Args:
+        key: int64 [2]; its device is that of the params.
+        shapes: dicts and lists, nested, of tensors of which the shape alone matters.
+        std: the standard deviation.
+        dtype: of all params.
+
+    Examples:
+        >>> init_like(random.key(0), {"norm": torch.empty(2)}, std=1.0, dtype=torch.float32)
+        {'norm': tensor([1., 1.])}
+    """
+    if isinstance(shapes, Tensor):
+        if shapes.dim() == 1:
+            return torch.ones(shapes.shape, dtype=dtype, device=key.device)
+        return init_weight(key, *shapes.shape, std=std, dtype=dtype)
+    inner = partial(init_like, std=std, dtype=dtype)
+    if isinstance(shapes, dict):
+        entries = enumerate(shapes.items())
+        return {name: inner(random.fold_in(key, i), child) for i, (name, child) in entries}
+    return [inner(random.fold_in(key, i), child) for i, child in enumerate(shapes)]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
