@@ -1,0 +1,225 @@
+"""Training: a state, one step, and a loop that says how it goes."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch.distributed as c10d
+from torch import nn
+
+from ..pure import WindowGrad, tree
+from ..pure.optim import Optimizer, global_norm
+from .norm import sum_of_squares
+
+__all__ = ["Record", "TrainState", "fit", "init_state", "train_step"]
+
+
+class TrainState(NamedTuple):
+    """What training carries from window to window.
+
+    Attributes:
+        params: a pytree of tensors, or a module.
+        opt_state: of the optimizer.
+        step: the number of windows so far.
+        carry: of an unfinished window (``numden.pure.Carry``), else None.
+    """
+
+    params: Any
+    opt_state: Any
+    step: int = 0
+    carry: Any = None
+
+
+class Record(NamedTuple):
+    """How one window went.
+
+    Attributes:
+        step: the number of windows so far.
+        loss: the objective of the window, over all ranks.
+        grad_norm: the global norm of its gradient, before clipping.
+        tokens_per_second: tokens of this rank's windows since the last record, over the time.
+        metrics: total metrics, those that are scalars.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_second: float
+    metrics: dict[str, float]
+
+
+def init_state(params: Any, optimizer: Optimizer) -> TrainState:
+    """The state before the first window.
+
+    Examples:
+        >>> import torch
+        >>> from numden.pure import optim
+        >>> init_state({"w": torch.ones(2)}, optim.from_torch(torch.optim.SGD, lr=0.1)).step
+        0
+    """
+    return TrainState(params, optimizer.init(trainable(params)))
+
+
+def trainable(params: Any) -> Any:
+    """The tensors that an optimizer updates: the tree, or a module's parameters by name."""
+    if isinstance(params, nn.Module):
+        return {name: p for name, p in params.named_parameters() if p.requires_grad}
+    return params
+
+
+def train_step(
+    grad: Callable[[Any, Iterable[Any]], WindowGrad],
+    optimizer: Optimizer,
+    *,
+    donate: bool = False,
+    skip_invalid: bool = False,
+) -> Callable[[TrainState, Iterable[Any]], tuple[TrainState, WindowGrad]]:
+    """One step: the gradient of a window, then the optimizer.
+
+        result = grad(state.params, window)
+        params, opt_state = optimizer.update(result.grads, state.opt_state, state.params)
+
+    Args:
+        grad: from ``window_grad`` of ``numden.pure`` or ``numden.dist``.
+        optimizer: with clipping in it, if any; over shards give the clipping ``sum_of_squares``.
+        donate: reuse the memory of the state that is given. A module is always updated in place.
+        skip_invalid: leave params and state as they are in a window that ``grad``, made with
+            ``on_empty="skip"``, found empty. It costs a copy of both.
+
+    Returns:
+        ``(state, window) -> (state, WindowGrad)``. When ``grad`` raises, nothing has changed.
+
+    Examples:
+        >>> import torch
+        >>> from numden.pure import LossTerms, optim, window_grad
+        >>> sgd = optim.from_torch(torch.optim.SGD, lr=0.5)
+        >>> step = train_step(window_grad(lambda w, x: LossTerms((w * x).sum(), x.numel())), sgd)
+        >>> state, result = step(init_state(torch.tensor(1.0), sgd), [torch.tensor([2.0, 4.0])])
+        >>> state.params, state.step
+        (tensor(-0.5000), 1)
+    """
+
+    def step(state: TrainState, window: Iterable[Any]) -> tuple[TrainState, WindowGrad]:
+        result = grad(state.params, window)
+        in_place = donate or isinstance(state.params, nn.Module)
+        params, opt_state = optimizer.update(
+            result.grads,
+            state.opt_state,
+            trainable(state.params),
+            valid=result.valid if skip_invalid else None,
+            donate=in_place,
+        )
+        params = state.params if isinstance(state.params, nn.Module) else params
+        return TrainState(params, opt_state, state.step + 1), result
+
+    return step
+
+
+def fit(
+    step: Callable[[TrainState, Iterable[Any]], tuple[TrainState, WindowGrad]],
+    state: TrainState,
+    windows: Iterable[list[Any]],
+    *,
+    num_windows: int | None = None,
+    log_every: int = 10,
+    on_record: Callable[[Record], None] | None = None,
+    progress: bool = True,
+    label: str = "train",
+) -> tuple[TrainState, list[Record]]:
+    """Step through windows, with a progress bar and a record every ``log_every`` windows.
+
+    The loss, the norm and the metrics are read on the host only for a record.
+
+    Args:
+        step: from ``train_step``.
+        state: from ``init_state``.
+        windows: this rank's windows, each a list of micro-batches.
+        num_windows: stop after as many; at the end of ``windows`` where not given.
+        log_every: windows from record to record; the last window has one too.
+        on_record: called with each record, on each rank.
+        progress: show a bar on rank 0, if rich is installed.
+        label: what the bar is called.
+
+    Returns:
+        The state after the last window, and the records.
+    """
+    records, tokens, since = [], 0, time.perf_counter()
+    with _bar(label, num_windows, progress) as advance:
+        for window, last in _until(windows, num_windows):
+            state, result = step(state, window)
+            tokens += sum(_num_tokens(batch) for batch in window)
+            if last or state.step % log_every == 0:
+                now = time.perf_counter()
+                records.append(_record(state.step, result, tokens / (now - since)))
+                tokens, since = 0, time.perf_counter()
+                if on_record:
+                    on_record(records[-1])
+            advance(records[-1] if records else None)
+    return state, records
+
+
+def _until(windows: Iterable[Any], num_windows: int | None) -> Iterator[tuple[Any, bool]]:
+    """The first ``num_windows`` windows, and whether each is the last."""
+    if num_windows == 0:
+        return
+    iterator = iter(windows)
+    window = next(iterator, None)
+    count = 0
+    while window is not None:
+        count += 1
+        following = next(iterator, None) if count != num_windows else None
+        yield window, following is None
+        window = following
+
+
+def _num_tokens(batch: Any) -> int:
+    tokens = batch.get("tokens") if isinstance(batch, dict) else None
+    return 0 if tokens is None else tokens.numel()
+
+
+def _record(step: int, result: WindowGrad, tokens_per_second: float) -> Record:
+    norm = float(global_norm(result.grads, sum_squares=sum_of_squares))
+    scalars = {
+        name: float(value)
+        for name, value in result.metrics.items()
+        if len(tree.leaves(value)) == 1 and value.dim() == 0
+    }
+    return Record(step, float(result.loss), norm, tokens_per_second, scalars)
+
+
+@contextmanager
+def _bar(label: str, total: int | None, show: bool) -> Iterator[Callable[[Record | None], None]]:
+    """A progress bar with an estimate of the time left; a function that advances it by one."""
+    rank = c10d.get_rank() if c10d.is_initialized() else 0
+    if not show or rank or not find_spec("rich"):
+        yield lambda record: None
+        return
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("[bold]{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("eta"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[said]}"),
+    )
+    with progress.Progress(*columns) as bar:
+        task = bar.add_task(label, total=total, said="")
+
+        def advance(record: Record | None) -> None:
+            bar.update(task, advance=1, said=_said(record))
+
+        yield advance
+
+
+def _said(record: Record | None) -> str:
+    if record is None:
+        return ""
+    return (
+        f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  "
+        f"{record.tokens_per_second:,.0f} tok/s"
+    )
