@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from numden.models import as_module, decoder, hf
+from numden.models import as_module, call, decoder, hf
+from numden.property_tests import laws
 from numden.pure import divide, fold, random, tree
 
 SMALL = {
@@ -179,6 +180,17 @@ def test_nothing_supervised_gives_exact_zeros(weighting, fields):
     grads, terms = value_and_grad({name: batch[name] for name in fields}, weighting=weighting)
     assert terms.num == terms.den == 0
     assert not any(grad.any() for grad in tree.leaves(grads))
+
+
+@pytest.mark.parametrize("as_params", [lambda params: params, partial(as_module, decoder.apply)])
+@pytest.mark.parametrize(
+    "law", [laws.purity, laws.repeatability, laws.no_collective, laws.no_host_sync]
+)
+def test_loss_is_a_function_of_its_arguments(law, as_params):
+    batch = some_batch(2, 2, 5)
+    batch["supervised"] = supervised(batch)
+    loss_fn = partial(call, partial(decoder.loss_terms, config=CONFIG))
+    law(loss_fn, as_params(PARAMS), batch)
 
 
 def test_labels_are_the_next_tokens():
