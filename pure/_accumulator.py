@@ -6,8 +6,8 @@
     loss, grads, terms, metrics = finish(carry)
 
 ``update`` adds ``vjp(sums)(direction)`` to a gradient buffer for each direction of the plan and
-adds up the sums; ``finish`` sums over ranks, evaluates the cotangent ``∂f/∂S`` at the totals, writes
-it as ``Σ factor · direction`` and combines the buffers with the factors.
+adds up the sums; ``finish`` sums over ranks, evaluates the cotangent ``∂f/∂S`` at the totals,
+writes it as ``Σ factor · direction`` and combines the buffers with the factors.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ import torch
 from ._carry import LOCAL, Carry, Reduction, Spec, WindowGrad
 from ._finish import finish
 from ._micro_step import absorb, forward, init
+from ._status import OnEmpty, require_on_empty
 from .objective import Objective, term_mean
 from .plans import PlanError, require_known
-from ._status import OnEmpty, require_on_empty
 from .terms import LossFn
 
 __all__ = ["Accumulator", "accumulator"]

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .objective import Objective
-from .plans import MAX_COLUMNS, DenFn
 from ._status import OnEmpty
 from ._sums import Sums
+from .objective import Objective
+from .plans import MAX_COLUMNS, DenFn
 from .terms import LossTerms
 from .tree import PyTree
 

@@ -7,18 +7,17 @@ from torch import Tensor
 
 from . import tree
 from ._carry import Carry, FirstPass, Reduction, Spec, WindowGrad
-from .objective import Objective, cotangent, spread
-from ._status import EmptyWindowError, Status, check, require_repeated
-from ._sums import Sums, wide_dtype
+from ._status import EmptyWindowError, OnEmpty, Status, check, require_repeated, sound
+from ._sums import HALF, Sums, wide_dtype
+from .objective import cotangent, spread
+from .plans import PlanError
 from .terms import LossTerms, divide
 from .tree import PyTree
 
-__all__ = ["finish", "finish_value", "ratios", "reduce_totals", "value"]
+__all__ = ["finish", "finish_value", "ratios", "reduce_totals", "wait_for"]
 
 
-def reduce_totals(
-    reduction: Reduction, sums: Sums | None, faults: Tensor | None
-) -> Any:
+def reduce_totals(reduction: Reduction, sums: Sums | None, faults: Tensor | None) -> Any:
     """The sums of all ranks, and on how many ranks each was bad; None without any micro-step.
 
     The result may be a function that waits for them.
@@ -30,7 +29,8 @@ def reduce_totals(
 
 def wait_for(totals: Any) -> tuple[Sums, Tensor] | None:
     """The totals, once their reduction is done."""
-    return totals() if callable(totals) else totals
+    found: Any = totals() if callable(totals) else totals
+    return found
 
 
 def ratios(sums: Sums) -> dict[str, Any]:
@@ -38,53 +38,60 @@ def ratios(sums: Sums) -> dict[str, Any]:
     return {name: divide(metric) for name, metric in sums.metrics.items()}
 
 
-def value(
-    objective: Objective, terms: LossTerms, on_empty: str
-) -> tuple[Tensor, LossTerms, Tensor]:
-    """The loss at total ``terms`` under a policy, the cotangent, and whether both are good."""
-    loss, grads = cotangent(objective, terms)
-    dens = _dens(terms)
-    positive = ((dens > 0) & torch.isfinite(dens)).all()
-    if on_empty == "skip":
-        good = positive & torch.isfinite(loss)
-        return torch.where(good, loss, float("nan")), grads, good
-    if on_empty == "zero":
-        good = torch.isfinite(loss)
-        return torch.where(good, loss, 0), grads, good
-    return loss, grads, torch.ones_like(positive)
-
-
 def finish(spec: Spec, carry: Carry) -> WindowGrad:
     """The loss, the gradient, the totals and the metrics of the window in ``carry``."""
-    if isinstance(carry.known, FirstPass) and spec.on_empty != "skip" and carry.sums is not None:
-        require_repeated(_apart(carry.sums.terms, carry.known.sums.terms))
+    unrepeated = _unrepeated(carry)
+    if unrepeated is not None and spec.on_empty != "skip":
+        require_repeated(unrepeated)
     totals = _totals(spec, carry)
     if totals is None:
         return _without_micro_steps(spec, carry)
     sums, faults = totals
-    loss, grads, good = value(spec.objective, sums.terms, spec.on_empty)
+    loss, grads = cotangent(spec.objective, sums.terms)
+    finite = torch.isfinite(torch.stack([loss, *map(torch.sum, tree.leaves(grads))])).all()
     factors, misfit = spread(grads, carry.directions)
+    status = _status(spec, carry, sums, faults, finite, misfit)
+    good = sound(status, unrepeated) if spec.on_empty == "skip" else finite
     factors = [torch.where(good, factor, 0) for factor in factors]
     combined = spec.reduction.grads(_combine(carry.grads, factors, donate=spec.donate))
     if spec.on_empty != "skip":
-        status = _status(spec, carry, sums, faults, misfit)
         check(status, sums.terms, spec.plan, spec.on_empty, spec.reduction.reports)
-    return WindowGrad(loss, combined, sums.terms, ratios(sums))
+    return WindowGrad(_settled(loss, good, spec.on_empty), combined, sums.terms, ratios(sums))
 
 
 def finish_value(spec: Spec, found: FirstPass) -> tuple[Tensor, LossTerms, dict[str, Any]]:
     """The loss, the totals and the metrics of a window whose sums were found."""
     if found.totals is None:
-        loss = _loss_without_micro_steps(spec, torch.device("cpu"))
-        return loss, LossTerms(loss * 0, loss * 0), {}
+        device = torch.device("cpu")
+        return _loss_without_micro_steps(spec, device), _no_terms(device), {}
     sums, faults = found.totals
-    loss, _, _ = value(spec.objective, sums.terms, spec.on_empty)
+    loss = cotangent(spec.objective, sums.terms)[0]
+    none, finite = torch.zeros_like(loss), torch.isfinite(loss)
+    local = torch.full_like(faults, -1) if found.faults is None else found.faults
+    status = Status(_dens(sums.terms), faults, local, finite, none, none)
+    good = sound(status) if spec.on_empty == "skip" else finite
     if spec.on_empty != "skip":
-        none = torch.zeros_like(loss)
-        local = torch.full_like(faults, -1) if found.faults is None else found.faults
-        status = Status(_dens(sums.terms), faults, local, none, none)
         check(status, sums.terms, spec.plan, spec.on_empty, spec.reduction.reports)
-    return loss, sums.terms, ratios(sums)
+    return _settled(loss, good, spec.on_empty), sums.terms, ratios(sums)
+
+
+def _settled(loss: Tensor, good: Tensor, on_empty: OnEmpty) -> Tensor:
+    return torch.where(good, loss, 0.0 if on_empty == "zero" else float("nan"))
+
+
+def _unrepeated(carry: Carry) -> Tensor | None:
+    """How far a replay's sums are from those of its first pass; None for other plans."""
+    if not isinstance(carry.known, FirstPass):
+        return None
+    first, second = carry.known.sums, carry.sums
+    if first is None and second is None:
+        return None
+    if first is None or second is None:
+        raise PlanError(
+            "plan 'replay': both passes go over the same window, got one of them without a "
+            "micro-step. Give update each batch that first_pass had."
+        )
+    return _apart(second.terms, first.terms)
 
 
 def _totals(spec: Spec, carry: Carry) -> tuple[Sums, Tensor] | None:
@@ -96,19 +103,28 @@ def _totals(spec: Spec, carry: Carry) -> tuple[Sums, Tensor] | None:
 
 def _combine(grads: tuple[PyTree, ...], factors: list[Tensor], *, donate: bool) -> PyTree:
     """``Σ factor_k · grads_k``; without factors, the zeros that the first buffer still holds."""
-    if not factors:
-        return grads[0]
     leaves, structure = tree.flatten(grads[0])
     out = leaves if donate else [leaf.clone() for leaf in leaves]
-    for leaf in out:
-        leaf.mul_(factors[0].to(leaf.device))
+    for factor in factors[:1]:
+        for leaf in out:
+            leaf.mul_(_factor_for(leaf, factor))
     for buffer, factor in zip(grads[1:], factors[1:], strict=False):
         for leaf, more in zip(out, tree.leaves(buffer), strict=True):
-            leaf.add_(more * factor.to(leaf.device))
+            leaf.add_(more * _factor_for(leaf, factor))
     return tree.unflatten(structure, out)
 
 
-def _status(spec: Spec, carry: Carry, sums: Sums, faults: Tensor, misfit: Tensor) -> Status:
+def _factor_for(leaf: Tensor, factor: Tensor) -> Tensor:
+    factor = factor.to(leaf.device)
+    if leaf.dtype not in HALF:
+        return factor
+    # A 0-dim factor would be rounded to the leaf's dtype first: 0.4 % off for the whole gradient.
+    return factor.float().expand_as(leaf)
+
+
+def _status(
+    spec: Spec, carry: Carry, sums: Sums, faults: Tensor, finite: Tensor, misfit: Tensor
+) -> Status:
     none = torch.zeros_like(misfit)
     local = carry.faults
     apart = _apart(sums.terms.den, carry.known) if spec.plan == "before" else none
@@ -117,7 +133,7 @@ def _status(spec: Spec, carry: Carry, sums: Sums, faults: Tensor, misfit: Tensor
     if carry.sums is None:  # an empty rank, which had no directions either
         misfit = none
     local = torch.full_like(faults, -1) if local is None else local
-    return Status(_dens(sums.terms), faults, local, misfit, apart)
+    return Status(_dens(sums.terms), faults, local, finite, misfit, apart)
 
 
 def _dens(terms: LossTerms) -> Tensor:
@@ -136,13 +152,20 @@ def _apart(a: PyTree, b: PyTree) -> Tensor:
 
 def _without_micro_steps(spec: Spec, carry: Carry) -> WindowGrad:
     loss = _loss_without_micro_steps(spec, carry.step.device)
-    return WindowGrad(loss, spec.reduction.grads(carry.grads[0]), LossTerms(loss * 0, loss * 0), {})
+    grads = spec.reduction.grads(_combine(carry.grads, [], donate=spec.donate))
+    return WindowGrad(loss, grads, _no_terms(loss.device), {})
+
+
+def _no_terms(device: torch.device) -> LossTerms:
+    """Zeros: what terms a window without micro-steps would have had is not known."""
+    zero = torch.zeros((), dtype=wide_dtype(device), device=device)
+    return LossTerms(zero, zero.clone())
 
 
 def _loss_without_micro_steps(spec: Spec, device: torch.device) -> Tensor:
     if spec.on_empty == "raise":
         raise EmptyWindowError(
-            "window_grad: the window has no micro-step. Give it at least one batch, or say "
+            "window: the window has no micro-step. Give it at least one batch, or say "
             "on_empty='zero' or on_empty='skip'."
         )
     loss = 0.0 if spec.on_empty == "zero" else float("nan")

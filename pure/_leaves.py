@@ -45,7 +45,7 @@ def attach(params: PyTree | nn.Module) -> Leaves:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
-                f"window_grad: params are floating-point tensors, got {name} of type {got}. Give "
+                f"window: params are floating-point tensors, got {name} of type {got}. Give "
                 "it to the loss function by functools.partial or in the batch."
             )
     fresh = [leaf.detach().requires_grad_() for leaf in tensors]

@@ -9,10 +9,10 @@ from . import tree
 from ._carry import Carry, Spec
 from ._finish import reduce_totals
 from ._leaves import Leaves, attach, lend_grads, zero_grads
+from ._sums import Sums, add_sums, evaluate, note_faults, require_same, wide
 from .objective import Objective, cotangent, made_up
 from .plans import PlanError, dens_with_grad, require
-from ._sums import Sums, add_sums, evaluate, note_faults, require_same
-from .terms import LossFn, LossTerms
+from .terms import LossFn, LossTerms, TermStructureError
 from .tree import PyTree
 
 __all__ = ["absorb", "forward", "init"]
@@ -23,6 +23,8 @@ def init(spec: Spec, params: Any, known: Any = None) -> Carry:
     if (known is None) == (spec.plan in ("before", "replay")):
         needs = {"before": "the total dens", "replay": "a FirstPass"}.get(spec.plan, "nothing")
         raise PlanError(f"plan {spec.plan!r}: init(params, known) takes {needs} as known.")
+    if spec.plan == "before":
+        known = tree.map(wide, known)
     leaves = attach(params)
     zeros = tree.unflatten(leaves.structure, zero_grads(leaves, spec.accumulate_dtype))
     device = leaves.tensors[0].device if leaves.tensors else torch.device("cpu")
@@ -39,58 +41,76 @@ def forward(loss_fn: LossFn, params: Any, batch: Any) -> tuple[Leaves, Sums]:
 
 def absorb(spec: Spec, carry: Carry, leaves: Leaves, sums: Sums, *, last: bool = False) -> Carry:
     """Add a micro-step, whose ``sums`` are attached to the graph of ``leaves``."""
+    if carry.totals is not None:
+        raise ValueError(
+            "update: a window goes on until last=True, got one more micro-step after it, which "
+            "the totals would lack. Give last=True to the last update alone, or to none."
+        )
     if not spec.donate:
         carry = carry._replace(grads=tree.map(torch.clone, carry.grads))
-    if carry.sums is None:
-        carry = carry._replace(directions=_directions(spec, carry, leaves, sums))
-    _refuse_dropped_gradient(spec, carry, sums.terms)
+    before = carry.sums
+    if before is None:
+        carry = carry._replace(directions=_directions(spec, carry, sums))
+    _refuse_dropped_gradient(spec, sums.terms)
+    unheld = _unheld_dens(carry, sums.terms) if spec.plan == "columns" else None
     carry = carry._replace(
         sums=add_sums(carry.sums, sums, carry.step),
-        faults=note_faults(carry.faults, sums.terms, carry.step),
+        faults=note_faults(carry.faults, sums.terms, carry.step, unheld),
         step=carry.step + 1,
     )
+    if spec.plan in ("after", "columns") and _has_float16(leaves):
+        carry = _rescaled(carry, before)
     if last and spec.plan != "replay":
         carry = carry._replace(totals=reduce_totals(spec.reduction, carry.sums, carry.faults))
     return carry._replace(grads=_backward(spec, carry, leaves, sums.terms))
 
 
-def _refuse_dropped_gradient(spec: Spec, carry: Carry, terms: LossTerms) -> None:
-    """A den that requires grad must be in a direction, in each micro-step and not only the first."""
-    if spec.plan == "replay":
-        return
-    for name in dens_with_grad(terms):
-        covered = {
-            name
-            for direction in carry.directions
-            for name, leaf in zip(
-                tree.names(terms.den, "den"), tree.leaves(direction.den), strict=True
-            )
-            if spec.plan == "columns" and bool((leaf != 0).any())
-        }
-        if name not in covered:
-            raise PlanError(
-                f"plan {spec.plan!r}: {name} depends on params in this micro-step, and its gradient "
-                "would be dropped. Detach it, or use plan='replay'."
-            )
+def _refuse_dropped_gradient(spec: Spec, terms: LossTerms) -> None:
+    """In each micro-step: that the first had no den with a gradient says nothing of the others."""
+    if spec.plan in ("after", "before") and (names := dens_with_grad(terms)):
+        raise PlanError(
+            f"plan {spec.plan!r}: {', '.join(names)} depends on params in this micro-step, and its "
+            "gradient would be dropped. Detach it, or use plan='replay'."
+        )
 
 
-def _directions(spec: Spec, carry: Carry, leaves: Leaves, sums: Sums) -> tuple[LossTerms, ...]:
+def _unheld_dens(carry: Carry, terms: LossTerms) -> list[Tensor]:
+    """Which dens require grad though no direction holds them; decided on the device."""
+    per_direction = [tree.leaves(direction.den) for direction in carry.directions]
+    unheld = []
+    for place, den in enumerate(tree.leaves(terms.den)):
+        held = [(dens[place] != 0).any() for dens in per_direction if den.requires_grad]
+        none = torch.full((), den.requires_grad, device=den.device)
+        unheld.append(none & ~torch.stack(held).any() if held else none)
+    return unheld
+
+
+def _directions(spec: Spec, carry: Carry, sums: Sums) -> tuple[LossTerms, ...]:
     """What the sums of each micro-step are weighted with, one tree for each gradient buffer."""
     den_fn = _given if spec.plan == "before" else spec.den_fn
     groups = require(spec.plan, sums, spec.objective, den_fn=den_fn)
     if spec.plan == "replay":
-        groups = (cotangent(spec.objective, carry.known.totals[0].terms)[1],)
+        groups = (_cotangent_of_totals(spec.objective, sums, carry.known.totals),)
     if spec.plan == "before":
         groups = (_cotangent_of_dens(spec.objective, sums.terms, carry.known),)
-    like = sums.terms
-    groups = tuple(
-        tree.map(lambda d, s: d.to(s.device, s.dtype, non_blocking=True), group, like)
-        for group in groups
-    )
-    if spec.plan == "after" and any(leaf.dtype == torch.float16 for leaf in leaves.tensors):
-        prescale = _power_of_two_below(like)
-        groups = tuple(tree.map(lambda d: d * prescale, group) for group in groups)
-    return groups
+    return tuple(tree.map(_like, group, sums.terms) for group in groups)
+
+
+def _like(direction: Tensor, total: Tensor) -> Tensor:
+    # What is not finite belongs to an empty term, whose sums 0 would make NaN of it.
+    direction = torch.where(torch.isfinite(direction), direction, 0)
+    return direction.to(total.device, total.dtype, non_blocking=True)
+
+
+def _cotangent_of_totals(objective: Objective, sums: Sums, totals: Any) -> LossTerms:
+    if totals is None:
+        raise PlanError("plan 'replay': the first pass had no micro-step, got one in the second.")
+    require_same(totals[0], sums, lambda: "the second pass")
+    return cotangent(objective, totals[0].terms)[1]
+
+
+def _has_float16(leaves: Leaves) -> bool:
+    return any(leaf.dtype == torch.float16 for leaf in leaves.tensors)
 
 
 def _given(batch: Any) -> Any:
@@ -98,22 +118,45 @@ def _given(batch: Any) -> Any:
 
 
 def _cotangent_of_dens(objective: Objective, terms: LossTerms, dens: Any) -> LossTerms:
-    wide = tree.map(lambda den: torch.as_tensor(den).detach().to(torch.float64), dens)
-    require_same(tree.map(Tensor.detach, terms.den), wide, lambda: "den_fn")
-    nums = tree.map(
-        lambda leaf, den: leaf.to(den.device), made_up(terms, 1).num, _spread_den(wide, terms)
-    )
-    grads = cotangent(objective, LossTerms(nums, wide))[1]
+    _require_like_dens(terms, dens)
+    # The nums are not known and play no part, so any will do.
+    nums = tree.map(lambda num, made: _like(made, num), terms.num, made_up(terms, 1).num)
+    grads = cotangent(objective, LossTerms(nums, dens))[1]
     return LossTerms(grads.num, tree.zeros_like(grads.den))
 
 
-def _spread_den(den: Any, terms: LossTerms) -> Any:
-    return tree.unflatten(tree.structure(terms.num), tree.broadcast_prefix(den, terms.num))
+def _require_like_dens(terms: LossTerms, dens: Any) -> None:
+    def described(den: Any) -> list[str]:
+        shapes = [str(list(leaf.shape)) if leaf.dim() else "" for leaf in tree.leaves(den)]
+        return [name + shape for name, shape in zip(tree.names(den, "den"), shapes, strict=True)]
+
+    got, need = described(dens), described(terms.den)
+    if got != need:
+        raise TermStructureError(
+            f"plan 'before': the dens counted before the window must be like those of loss_fn, got "
+            f"{got} for {need}. Let den_fn return what loss_fn returns as den."
+        )
+
+
+def _rescaled(carry: Carry, before: Sums | None) -> Carry:
+    """Keep sums of float16 gradients in range: prescale by about one over the total den so far.
+
+    It is a power of two, so that scaling is exact, and part of the directions, so that the last
+    multiply undoes it. It shrinks as the total den grows; buffers shrink with it.
+    """
+    assert carry.sums is not None
+    prescale = _power_of_two_below(carry.sums.terms)
+    if before is not None:
+        prescale = prescale / _power_of_two_below(before.terms)
+        for buffer in tree.leaves(carry.grads):
+            buffer.mul_(prescale)
+    directions = tree.map(lambda leaf: leaf * prescale, carry.directions)
+    return carry._replace(directions=directions)
 
 
 def _power_of_two_below(terms: LossTerms) -> Tensor:
-    """About one over the largest den of a micro-step: keeps sums of float16 gradients in range."""
-    den = torch.stack([leaf.detach().max() for leaf in tree.leaves(terms.den)]).max()
+    """A power of two not above one over the largest den; 1 where that is below 1."""
+    den = torch.stack([leaf.max() for leaf in tree.leaves(terms.den)]).max()
     return torch.exp2(-torch.ceil(torch.log2(den.clamp_min(1))))
 
 
@@ -141,5 +184,7 @@ def _weight(terms: LossTerms, direction: LossTerms) -> Tensor | None:
 def _accumulate(scalar: Tensor, leaves: Leaves, buffers: list[Tensor], *, keep_graph: bool) -> None:
     # The graph of an FSDP2 module ends in gathered parameters, which only its own hooks know.
     gathered = hasattr(leaves.params, "set_requires_gradient_sync")
+    if not leaves.tensors and not gathered:
+        return  # what requires grad is not ours
     with lend_grads(leaves, buffers):
         scalar.backward(retain_graph=keep_graph, inputs=None if gathered else leaves.tensors)

@@ -45,6 +45,7 @@ class Status(NamedTuple):
         faults: how many ranks saw each sum bad in a micro-step, ``[number of leaves]``; a reduction
             may append what else calls for reports.
         local_faults: the first such micro-step on this rank, or -1, ``[number of leaves]``.
+        finite: whether the loss and its cotangent are finite at the totals.
         misfit: the relative remainder of the cotangent that the plan's directions cannot express.
         dens_apart: how far the dens are from those of ``den_fn``, relative; 0 without one.
     """
@@ -52,6 +53,7 @@ class Status(NamedTuple):
     dens: Tensor
     faults: Tensor
     local_faults: Tensor
+    finite: Tensor
     misfit: Tensor
     dens_apart: Tensor
 
@@ -59,9 +61,15 @@ class Status(NamedTuple):
 def require_on_empty(on_empty: str) -> None:
     """Raise unless ``on_empty`` is one of the three policies."""
     if on_empty not in ("raise", "zero", "skip"):
-        raise ValueError(
-            f"window_grad: on_empty must be 'raise', 'zero' or 'skip', got {on_empty!r}."
-        )
+        raise ValueError(f"window: on_empty must be 'raise', 'zero' or 'skip', got {on_empty!r}.")
+
+
+def sound(status: Status, unrepeated: Tensor | None = None) -> Tensor:
+    """Whether ``check`` would raise nothing, decided on the device."""
+    dens_good = ((status.dens > 0) & torch.isfinite(status.dens)).all()
+    good = dens_good & ~(status.faults > 0).any() & status.finite
+    good = good & (status.misfit <= _FITS) & (status.dens_apart <= _DENS_AGREE)
+    return good if unrepeated is None else good & (unrepeated <= _REPEATS)
 
 
 def check(
@@ -74,7 +82,7 @@ def check(
     """Read ``status`` and raise what it says, the same error on each rank.
 
     Raises:
-        NonFiniteLossError: a num was not finite in some micro-step.
+        NonFiniteLossError: a num was not finite in some micro-step, or the objective at the totals.
         TermStructureError: a den was negative, or disagrees with ``den_fn``.
         EmptyWindowError: a total den is not positive and ``on_empty`` is "raise".
         PlanError: the plan cannot express the objective at these totals.
@@ -82,15 +90,25 @@ def check(
     parts = [part.detach().double().reshape(-1) for part in status]
     flat = torch.cat([part.to(parts[0].device) for part in parts]).tolist()
     read = iter(flat)
-    dens, faults, local, misfit, apart = (
+    dens, faults, local, finite, misfit, apart = (
         [next(read) for _ in range(part.numel())] for part in parts
     )
     _check_faults(faults, local, terms, reports)
-    if on_empty == "raise":
-        _check_dens(dens, terms)
+    empty = _empty_dens(dens, terms)
+    if empty and on_empty == "raise":
+        raise EmptyWindowError(
+            f"window: a total den must be positive and finite, got {', '.join(empty)}. "
+            "Nothing in the window is supervised: build windows with at least one supervised "
+            "token, or say on_empty='zero' or on_empty='skip'."
+        )
+    if not finite[0] and not empty:
+        raise NonFiniteLossError(
+            "window: the objective and its derivative must be finite at totals that are, and "
+            "are not. Nothing was updated. Look for a root, a logarithm or a division in it."
+        )
     if apart[0] > _DENS_AGREE:
         raise TermStructureError(
-            "window_grad: the dens that loss_fn returned do not sum to those that den_fn counted "
+            "window: the dens that loss_fn returned do not sum to those that den_fn counted "
             f"(relative difference {apart[0]:.3g}). Let both use one mask."
         )
     if misfit[0] > _FITS:
@@ -121,11 +139,14 @@ def _check_faults(
 ) -> None:
     if not any(faults):
         return
-    names = tree.names(terms.num, "num") + tree.names(terms.den, "den")
-    num_nums = len(tree.leaves(terms.num))
+    nums, dens = tree.names(terms.num, "num"), tree.names(terms.den, "den")
+    said = [f"{name} is not finite" for name in nums]
+    said += [f"{name} is negative" for name in dens]
+    said += [f"{name} depends on params, unlike in the first," for name in dens]
+    # A reduction may have appended to the faults, so that there are more of them than sums.
     own = [
-        f"{name} {'is not finite' if place < num_nums else 'is negative'} in micro-step {int(step)}"
-        for place, (name, step) in enumerate(zip(names, local, strict=False))
+        f"{text} in micro-step {int(step)}"
+        for text, step in zip(said, local, strict=False)
         if step >= 0
     ]
     found = reports("; ".join(own) or None)
@@ -134,25 +155,23 @@ def _check_faults(
     text = "; ".join(
         f"{said}{'' if rank is None else f' on rank {rank}'}" for rank, said in found if said
     )
-    if any(faults[:num_nums]):
+    if any(faults[: len(nums)]):
         raise NonFiniteLossError(
-            f"window_grad: {text}. Nothing was updated. Look at this micro-batch, or mask it out."
+            f"window: {text}. Nothing was updated. Look at this micro-batch, or mask it out."
         )
-    raise TermStructureError(f"window_grad: {text}. A den is a count or a sum of weights >= 0.")
+    if any(faults[len(nums) : len(nums) + len(dens)]):
+        raise TermStructureError(f"window: {text}. A den is a count or a sum of weights >= 0.")
+    raise PlanError(
+        f"plan 'columns': {text}. No buffer holds its gradient: detach it, or use plan='replay'."
+    )
 
 
-def _check_dens(dens: list[float], terms: LossTerms) -> None:
+def _empty_dens(dens: list[float], terms: LossTerms) -> list[str]:
     names = tree.names(terms.den, "den")
     sizes = [leaf.numel() for leaf in tree.leaves(terms.den)]
     per_element = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
-    bad = [
+    return [
         f"{name} = {den:g}"
         for name, den in zip(per_element, dens, strict=True)
         if not 0 < den < float("inf")
     ]
-    if bad:
-        raise EmptyWindowError(
-            f"window_grad: a total den must be positive and finite, got {', '.join(bad)}. "
-            "Nothing in the window is supervised: build windows with at least one supervised "
-            "token, or say on_empty='zero' or on_empty='skip'."
-        )

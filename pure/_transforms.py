@@ -9,11 +9,11 @@ from torch import nn
 from . import tree
 from ._carry import WindowGrad
 from ._finish import ratios
-from .objective import Objective
 from ._sums import Sums, evaluate
+from .objective import Objective
 from .terms import LossFn, add
 
-__all__ = ["grad_of_sums", "inside", "sums_of_window"]
+__all__ = ["grad_of_sums", "inside", "refuse_sharded", "sums_of_window"]
 
 
 def inside() -> bool:
@@ -28,28 +28,40 @@ def sums_of_window(loss_fn: LossFn, params: Any, window: Iterable[Any]) -> Sums:
         sums = evaluate(loss_fn, params, batch)
         total = sums if total is None else add(total, sums)
     if total is None:
-        raise ValueError("window_grad: inside torch.func a window needs a batch to know its terms.")
+        raise ValueError("window: inside torch.func a window needs a batch to know its terms.")
     return total
 
 
-def require_transformable(params: Any) -> None:
+def refuse_sharded(params: Any) -> None:
     """Refuse what torch.func would differentiate wrongly without a word.
 
     Raises:
-        TypeError: ``params`` is a module, or holds sharded tensors.
+        TypeError: ``params`` holds sharded tensors; the message says where.
     """
+    named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
+    for name, leaf in zip(tree.names(named, "params"), tree.leaves(named), strict=True):
+        if type(_unwrapped(leaf)).__name__ == "DTensor":
+            raise TypeError(
+                f"window: {name} is a DTensor, whose gradient under torch.func is local to "
+                "its rank. Gather it first (numden.dist.gather), or leave the transform."
+            )
+
+
+def _unwrapped(leaf: Any) -> Any:
+    """``leaf`` without the wrappers of transforms, which hide its class."""
+    functorch: Any = torch._C._functorch  # pyright: ignore
+    while isinstance(leaf, torch.Tensor) and functorch.is_functorch_wrapped_tensor(leaf):
+        leaf = functorch.get_unwrapped(leaf)
+    return leaf
+
+
+def _refuse_modules(params: Any) -> None:
     if isinstance(params, nn.Module):
         raise TypeError(
-            f"window_grad: inside torch.func params must be a pytree of tensors, got a "
+            f"window: inside torch.func params must be a pytree of tensors, got a "
             f"{type(params).__name__}. Use torch.func.functional_call with a dict of parameters; "
             "an FSDP2 module would give local gradients here, so call it outside of transforms."
         )
-    for name, leaf in zip(tree.names(params, "params"), tree.leaves(params), strict=True):
-        if type(leaf).__name__ == "DTensor":
-            raise TypeError(
-                f"window_grad: {name} is a DTensor, whose gradient under torch.func is local to "
-                "its rank. Gather it first (numden.dist.gather), or leave the transform."
-            )
 
 
 def grad_of_sums(
@@ -60,7 +72,8 @@ def grad_of_sums(
     No value is read, so that it works under ``vmap``: an empty window gives what the objective
     makes of zeros.
     """
-    require_transformable(params)
+    _refuse_modules(params)
+    refuse_sharded(params)
 
     def loss_and_sums(params: Any) -> Any:
         sums = sums_of_window(loss_fn, params, window)

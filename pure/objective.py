@@ -19,12 +19,17 @@ from .tree import PyTree
 __all__ = ["Objective", "TermMean", "cotangent", "directions", "term_mean"]
 
 Objective = Callable[[LossTerms], Tensor]
-"""``(totals: LossTerms) -> scalar``."""
+"""``(totals: LossTerms) -> scalar``, a pure function of the totals.
+
+It is also evaluated at made-up totals on the CPU, to see which of its cotangents keep their ratio.
+So let its constants be numbers, and no tensors of an accelerator.
+"""
 
 _GOLDEN = 0.6180339887498949
 _NUM_PROBES = 4
-# Float64 rounding of a few operations is 1e-15; cotangents of other directions differ by far more.
-_COLLINEAR = 1e-9
+# An objective that computes in float32 rounds by 1e-7; cotangents of other directions differ by far
+# more, and what this lets through `spread` still sees at the real totals.
+_COLLINEAR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def cotangent(objective: Objective, totals: LossTerms) -> tuple[Tensor, LossTerm
     return loss.detach(), tree.unflatten(structure, list(grads))
 
 
-def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...]:
+def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...] | None:
     """The term groups of an objective: the directions whose span holds every cotangent.
 
     Sums whose cotangents keep one ratio whatever the totals are form a group; only the scale of
@@ -103,21 +108,28 @@ def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...]:
 
     Returns:
         One tree like ``like`` for each group, in float64 on the CPU, zero outside of the group.
-        Sums that the objective ignores are in no group.
+        Sums that the objective ignores are in no group. None where the objective has no finite
+        cotangent at made-up totals, so that they do not show its groups.
     """
     # Made-up sums live on the CPU, so that reading what they give does not wait for a device.
     probes = [cotangent(objective, made_up(like, i))[1] for i in range(_NUM_PROBES)]
-    groups = _collinear_columns(torch.stack([_flat(probe) for probe in probes]))
-    return tuple(_unflat(group, like) for group in groups)
+    rows = torch.stack([_flat(probe) for probe in probes])
+    if not bool(rows.isfinite().all()):
+        return None
+    return tuple(_unflat(group, like) for group in _collinear_columns(rows))
 
 
 def made_up(like: LossTerms, index: int) -> LossTerms:
-    """Positive totals that no window had, float64 on the CPU; with index 0 each den is 1."""
+    """Positive totals that no window had, float64 on the CPU; with index 0 each den is 1.
+
+    Nums are below 1 and dens are not, so that an objective may take its ratios for probabilities.
+    """
     leaves = tree.leaves(like)
     size = sum(leaf.numel() for leaf in leaves)
     num_dens = sum(leaf.numel() for leaf in tree.leaves(like.den))
     places = torch.arange(1, size + 1, dtype=torch.float64) * (2 * index + 1)
-    values = 1 + (places * _GOLDEN).frac()
+    values = (places * _GOLDEN).frac()
+    values[size - num_dens :] += 1
     if index == 0:
         values[size - num_dens :] = 1
     return _unflat(values, like)
@@ -149,7 +161,8 @@ def spread(cotangents: LossTerms, directions: tuple[LossTerms, ...]) -> tuple[li
     """
     flat = _flat(cotangents)
     rows = [_flat(direction) for direction in directions]
-    factors = [(row @ flat) / (row @ row) for row in rows]
+    tiny = torch.finfo(flat.dtype).tiny  # a direction that is zero has the factor 0
+    factors = [(row @ flat) / (row @ row).clamp_min(tiny) for row in rows]
     remainder = flat.clone()
     counts = torch.cat(
         [_flat(tree.map(torch.ones_like, cotangents.num)), torch.zeros_like(_flat(cotangents.den))]
@@ -158,7 +171,7 @@ def spread(cotangents: LossTerms, directions: tuple[LossTerms, ...]) -> tuple[li
         remainder = remainder - factor * row
         counts = counts + (row != 0)
     remainder = torch.where(counts > 0, remainder.abs(), 0).max()
-    return factors, remainder / flat.abs().max().clamp_min(torch.finfo(flat.dtype).tiny)
+    return factors, remainder / flat.abs().max().clamp_min(tiny)
 
 
 def _flat(sums: PyTree) -> Tensor:

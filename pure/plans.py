@@ -4,7 +4,7 @@
 |---|---|---|---|
 | ``after`` | up to one factor at the start, wholly at the end | 1 forward, 1 backward | 1 |
 | ``before`` | at the start, from dens counted before | 1 forward, 1 backward | 1 |
-| ``columns`` | at the end; one buffer for each term group waits for it | 1 forward, K backward | K |
+| ``columns`` | at the end; a buffer for each term group waits for it | 1 forward, K backward | K |
 | ``replay`` | after a first pass without gradients | 2 forward, 1 backward | 1 |
 
 All give the same gradient. They differ in cost and in the objectives that they can express.
@@ -17,14 +17,15 @@ import torch
 
 from . import tree
 from ._leaves import attach
-from .objective import Objective, cotangent, directions, made_up
 from ._sums import Sums, evaluate
+from .objective import Objective, cotangent, directions, made_up
 from .terms import LossFn, LossTerms
 
 __all__ = ["MAX_COLUMNS", "PLANS", "PlanError", "PlanReport", "explain_plan", "report"]
 
 PLANS = ("after", "before", "columns", "replay")
 MAX_COLUMNS = 2
+_NO_GROUPS = "the objective is not finite at made-up totals, which hides its term groups"
 
 DenFn = Callable[[Any], Any]
 """``(batch) -> den``: the tree of dens that the loss function returns for the batch."""
@@ -63,6 +64,10 @@ def explain_plan(
     Returns:
         A ``PlanReport``.
 
+    Raises:
+        PlanError: ``den_fn`` is given, so that "auto" means "before", and "before" cannot express
+            the objective.
+
     Examples:
         >>> from numden.pure import term_mean
         >>> def loss_fn(w, x):
@@ -86,16 +91,17 @@ def report(
     rejected = {
         "after": _after_obstacle(groups, sums.terms),
         "before": _before_obstacle(objective, sums.terms, den_fn),
-        "columns": _columns_obstacle(groups, max_columns),
+        "columns": _columns_obstacle(groups, sums.terms) or _too_many(groups, max_columns),
     }
     rejected = {plan: why for plan, why in rejected.items() if why}
-    if den_fn is not None and "before" not in rejected:
+    if den_fn is not None:
+        require("before", sums, objective, den_fn=den_fn)
         reason = "den_fn counts the dens before the window, and they alone fix the cotangent"
         return PlanReport("before", reason, rejected)
     if "after" not in rejected:
         one = "all terms share one den that does not depend on params: one multiply at the end"
         return PlanReport("after", one, rejected)
-    if "columns" not in rejected:
+    if groups is not None and "columns" not in rejected:
         reason = f"{len(groups)} term groups, each with a gradient buffer of its own"
         return PlanReport("columns", reason, rejected)
     reason = "the cotangent is known only from all sums: a first pass without gradients finds it"
@@ -111,29 +117,33 @@ def require(
         PlanError: it cannot.
     """
     groups = term_groups(objective, sums.terms)
-    obstacle = None
-    if plan == "after":
-        obstacle = _after_obstacle(groups, sums.terms)
-    elif plan == "before":
-        obstacle = _before_obstacle(objective, sums.terms, den_fn)
+    obstacle = {
+        "after": lambda: _after_obstacle(groups, sums.terms),
+        "before": lambda: _before_obstacle(objective, sums.terms, den_fn),
+        "columns": lambda: _columns_obstacle(groups, sums.terms),
+        "replay": lambda: None,
+    }[plan]()
     if obstacle:
-        instead = report(sums, objective, den_fn=den_fn).plan
+        instead = report(sums, objective).plan
         raise PlanError(f"plan {plan!r}: {obstacle}. Use plan={instead!r}.")
-    return groups
+    return groups or ()
 
 
 def require_known(plan: str) -> None:
     """Raise unless ``plan`` is the name of a plan."""
     if plan not in (*PLANS, "auto"):
-        raise PlanError(f"window_grad: plan must be one of {PLANS} or 'auto', got {plan!r}.")
+        raise PlanError(f"window: plan must be one of {PLANS} or 'auto', got {plan!r}.")
 
 
-def term_groups(objective: Objective, terms: LossTerms) -> tuple[LossTerms, ...]:
-    """The directions of the objective that reach a num or a den with a gradient."""
+def term_groups(objective: Objective, terms: LossTerms) -> tuple[LossTerms, ...] | None:
+    """The directions of the objective that reach a num or a den with a gradient, if it has any."""
     graph = tree.map(lambda leaf: leaf.requires_grad, terms.den)
     keep = LossTerms(tree.map(lambda _: True, terms.num), graph)
+    of_objective = directions(objective, terms)
+    if of_objective is None:
+        return None
     found = []
-    for direction in directions(objective, terms):
+    for direction in of_objective:
         kept = tree.map(lambda d, k: d if k else torch.zeros_like(d), direction, keep)
         if any(bool(leaf.any()) for leaf in tree.leaves(kept)):
             found.append(kept)
@@ -146,9 +156,11 @@ def dens_with_grad(terms: LossTerms) -> list[str]:
     return [name for name, leaf in named if leaf.requires_grad]
 
 
-def _after_obstacle(groups: tuple[LossTerms, ...], terms: LossTerms) -> str | None:
+def _after_obstacle(groups: tuple[LossTerms, ...] | None, terms: LossTerms) -> str | None:
     if names := dens_with_grad(terms):
         return f"{', '.join(names)} depends on params, and its gradient would be dropped"
+    if groups is None:
+        return _NO_GROUPS
     if len(groups) > 1:
         return (
             f"the terms form {len(groups)} groups with cotangents of their own "
@@ -168,8 +180,17 @@ def _before_obstacle(objective: Objective, terms: LossTerms, den_fn: DenFn | Non
     return None
 
 
-def _columns_obstacle(groups: tuple[LossTerms, ...], max_columns: int) -> str | None:
-    if len(groups) > max_columns:
+def _columns_obstacle(groups: tuple[LossTerms, ...] | None, terms: LossTerms) -> str | None:
+    if groups is None:
+        return _NO_GROUPS
+    held = {name for group in groups for name in _touched("den", group.den)}
+    if names := [name for name in dens_with_grad(terms) if name not in held]:
+        return f"{', '.join(names)} depends on params, but the objective seems not to use it"
+    return None
+
+
+def _too_many(groups: tuple[LossTerms, ...] | None, max_columns: int) -> str | None:
+    if groups is not None and len(groups) > max_columns:
         return (
             f"{len(groups)} gradient buffers, one for each term group, are more than {max_columns}"
         )
@@ -177,14 +198,12 @@ def _columns_obstacle(groups: tuple[LossTerms, ...], max_columns: int) -> str | 
 
 
 def _describe(group: LossTerms) -> str:
-    parts = [("num", group.num), ("den", group.den)]
-    named = [
-        name
-        for root, part in parts
-        for name, leaf in zip(tree.names(part, root), tree.leaves(part), strict=True)
-        if bool((leaf != 0).any())
-    ]
-    return " + ".join(named)
+    return " + ".join([*_touched("num", group.num), *_touched("den", group.den)])
+
+
+def _touched(root: str, directions: Any) -> list[str]:
+    named = zip(tree.names(directions, root), tree.leaves(directions), strict=True)
+    return [name for name, leaf in named if bool((leaf != 0).any())]
 
 
 def cotangent_needs_nums(objective: Objective, terms: LossTerms) -> bool:

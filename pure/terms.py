@@ -187,7 +187,12 @@ def split_metrics(result: LossTerms | tuple[LossTerms, Metrics]) -> tuple[LossTe
     if isinstance(result, LossTerms):
         return result, {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], LossTerms):
-        return result
+        if isinstance(result[1], dict):
+            return result
+        raise TermStructureError(
+            "loss_fn: metrics must be a dict of LossTerms by name, got "
+            f"{type(result[1]).__name__}."
+        )
     raise TermStructureError(
         f"loss_fn: must return LossTerms or (LossTerms, metrics), got {type(result).__name__}. "
         "Return the sum and the count, LossTerms(loss_sum, token_count), and no mean."

@@ -14,10 +14,10 @@ from ._carry import LOCAL, Carry, FirstPass, Reduction, Spec, WindowGrad
 from ._finish import finish, finish_value, ratios, reduce_totals, wait_for
 from ._leaves import Leaves
 from ._micro_step import absorb, forward, init
+from ._status import EmptyWindowError, OnEmpty, require_on_empty
+from ._sums import Sums, add_sums, detach, evaluate, note_faults, wide
 from .objective import Objective, term_mean
 from .plans import DenFn, PlanError, report, require_known
-from ._status import EmptyWindowError, OnEmpty, require_on_empty
-from ._sums import Sums, add_sums, detach, evaluate, note_faults, wide_dtype
 from .terms import LossFn, LossTerms, add
 from .tree import PyTree
 
@@ -153,9 +153,10 @@ def window_value(
 
     def value_of(params: Any, window: Iterable[Any]) -> WindowValue:
         if _transforms.inside():
-            sums = _transforms.sums_of_window(loss_fn, params, window)
+            _transforms.refuse_sharded(params)
+            sums = _transforms.sums_of_window(loss_fn, params, batches_of(window))
             return WindowValue(objective(sums.terms), sums.terms, ratios(sums))
-        found = _first_pass(loss_fn, reduction, params, iter(window))
+        found = _first_pass(loss_fn, reduction, params, batches_of(window))
         return WindowValue(*finish_value(spec, found))
 
     return value_of
@@ -173,7 +174,7 @@ def first_pass(
         >>> first_pass(loss_fn)(torch.tensor(1.0), [torch.ones(3), torch.ones(2)]).sums.terms
         LossTerms(num=tensor(5., dtype=torch.float64), den=tensor(5., dtype=torch.float64))
     """
-    return lambda params, window: _first_pass(loss_fn, reduction, params, iter(window))
+    return lambda params, window: _first_pass(loss_fn, reduction, params, batches_of(window))
 
 
 def _first_pass(
@@ -259,18 +260,33 @@ def window_grad(
 
 def run(spec: Spec, loss_fn: LossFn, params: Any, window: Iterable[Any]) -> WindowGrad:
     """One window by the plan of ``spec``, whose options have been checked."""
+    batches = batches_of(window)
     if _transforms.inside():
-        return _transforms.grad_of_sums(loss_fn, spec.objective, params, window)
+        return _transforms.grad_of_sums(loss_fn, spec.objective, params, batches)
     if spec.plan == "auto":
-        return _run_auto(spec, loss_fn, params, iter(window))
+        return _run_auto(spec, loss_fn, params, batches)
     if spec.plan in ("after", "columns"):
-        return _stream(spec, loss_fn, params, init(spec, params), iter(window))
-    batches = list(window)
+        return _stream(spec, loss_fn, params, init(spec, params), batches)
+    kept = list(batches)
     if spec.plan == "before":
-        known = _count_dens(spec, batches)
+        known = _count_dens(spec, kept)
     else:
-        known = _first_pass(loss_fn, spec.reduction, params, iter(batches))
-    return _stream(spec, loss_fn, params, init(spec, params, known), iter(batches))
+        known = _first_pass(loss_fn, spec.reduction, params, iter(kept))
+    return _stream(spec, loss_fn, params, init(spec, params, known), iter(kept))
+
+
+def batches_of(window: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a window.
+
+    Raises:
+        TypeError: ``window`` is a dict, whose keys are no batches.
+    """
+    if isinstance(window, dict):
+        raise TypeError(
+            "window: a window is an iterable of batches, got a dict. A window of one batch is "
+            "[batch]."
+        )
+    return iter(window)
 
 
 def _run_auto(spec: Spec, loss_fn: LossFn, params: Any, batches: Iterator[Any]) -> WindowGrad:
@@ -282,8 +298,10 @@ def _run_auto(spec: Spec, loss_fn: LossFn, params: Any, batches: Iterator[Any]) 
     ready = forward(loss_fn, params, first)
     spec = replace(spec, plan=report(ready[1], spec.objective, max_columns=spec.max_columns).plan)
     if spec.plan != "replay":
+        started = iter([ready])
+        del ready  # its graph is to end with its micro-step, not with the window
         batches = itertools.chain([first], batches)
-        return _stream(spec, loss_fn, params, init(spec, params), batches, ready)
+        return _stream(spec, loss_fn, params, init(spec, params), batches, started)
     seen = detach(ready[1])
     del ready  # and with it the graph, before the first pass
     rest = list(batches)
@@ -298,14 +316,9 @@ def _count_dens(spec: Spec, window: list[Any]) -> PyTree:
             "plan 'before': it needs den_fn, which counts the dens of a batch without params. Give "
             "it, or use plan='auto'."
         )
-    dens = [tree.map(_wide, spec.den_fn(batch)) for batch in window]
+    dens = [tree.map(wide, spec.den_fn(batch)) for batch in window]
     total = wait_for(spec.reduction.totals(functools.reduce(add, dens) if dens else None))
     return () if total is None else total
-
-
-def _wide(den: Any) -> Tensor:
-    den = torch.as_tensor(den).detach()
-    return den.to(wide_dtype(den.device))
 
 
 def _stream(
@@ -314,12 +327,12 @@ def _stream(
     params: Any,
     carry: Carry,
     batches: Iterator[Any],
-    ready: tuple[Leaves, Sums] | None = None,
+    started: Iterable[tuple[Leaves, Sums]] = (),
 ) -> WindowGrad:
-    """Micro-step after micro-step; ``ready`` is the forward pass of the first, if it was made."""
+    """Micro-step after micro-step; ``started`` holds the forward pass of the first, if made."""
+    passes = iter(started)
     for batch, last in _mark_last(batches):
-        leaves, sums = ready or forward(loss_fn, params, batch)
-        ready = None
+        leaves, sums = next(passes, None) or forward(loss_fn, params, batch)
         carry = absorb(spec, carry, leaves, sums, last=last)
         del leaves, sums  # the graph of a micro-step is gone before the next is built
     return finish(spec, carry)
