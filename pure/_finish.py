@@ -51,7 +51,7 @@ def finish(spec: Spec, carry: Carry) -> WindowGrad:
     finite = torch.isfinite(torch.stack([loss, *map(torch.sum, tree.leaves(grads))])).all()
     factors, misfit = spread(grads, carry.directions)
     status = _status(spec, carry, sums, faults, finite, misfit)
-    good = sound(status, unrepeated) if spec.on_empty == "skip" else finite
+    good = sound(status, sums.terms, unrepeated) if spec.on_empty == "skip" else finite
     factors = [torch.where(good, factor, 0) for factor in factors]
     combined = spec.reduction.grads(_combine(carry.grads, factors, donate=spec.donate))
     if spec.on_empty != "skip":
@@ -69,7 +69,7 @@ def finish_value(spec: Spec, found: FirstPass) -> tuple[Tensor, LossTerms, dict[
     none, finite = torch.zeros_like(loss), torch.isfinite(loss)
     local = torch.full_like(faults, -1) if found.faults is None else found.faults
     status = Status(_dens(sums.terms), faults, local, finite, none, none)
-    good = sound(status) if spec.on_empty == "skip" else finite
+    good = sound(status, sums.terms) if spec.on_empty == "skip" else finite
     if spec.on_empty != "skip":
         check(status, sums.terms, spec.plan, spec.on_empty, spec.reduction.reports)
     return _settled(loss, good, spec.on_empty), sums.terms, ratios(sums)
