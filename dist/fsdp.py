@@ -143,6 +143,13 @@ def is_fsdp(params: Any) -> bool:
     )
 
 
+def reshard(module: nn.Module) -> None:
+    """Free what a forward pass without a backward pass left gathered, as evaluation does."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def split_by_reducer(grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients that FSDP2 has reduced, and those of parameters that it was told to ignore."""
     done = {name: grad for name, grad in grads.items() if hasattr(grad, "device_mesh")}

@@ -28,6 +28,7 @@ from .fsdp import (
     even_window,
     is_fsdp,
     neutral_when_idle,
+    reshard,
     split_by_reducer,
     sum_gradients,
 )
@@ -179,7 +180,7 @@ def _empty_window(spec: Spec, params: Any, collectives: WindowCollectives) -> Wi
         grads=lambda _: grads,
         reports=lambda _: [(rank, text) for rank, (_, text, _) in enumerate(gathered)],
     )
-    carry = init(replace(spec, plan="after"), params)
+    carry = init(replace(spec, plan="after"), attach(params))
     if like is not None:
         totals = _on(collectives.device, unpack(received[-1], like))
         carry = carry._replace(totals=totals, known=_known(spec, received, totals))
@@ -207,6 +208,7 @@ def _fsdp_window(
 ) -> WindowGrad:
     """One window on an FSDP2 module, which gathers and reduces in its own passes."""
     sum_gradients(module)
+    reshard(module)
     _refuse_dtypes(spec, module)
     spec = replace(spec, max_columns=0)
     collectives = WindowCollectives(group, _sum_ignored(group), num_totals=_num_totals(spec))

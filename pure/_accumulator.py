@@ -17,6 +17,7 @@ import torch
 
 from ._carry import LOCAL, Carry, Reduction, Spec, WindowGrad
 from ._finish import finish
+from ._leaves import attach
 from ._micro_step import absorb, forward, init
 from ._status import OnEmpty, require_on_empty
 from .objective import Objective, term_mean
@@ -83,9 +84,10 @@ def accumulator(
     spec = Spec(objective, plan, reduction, accumulate_dtype, on_empty, donate)
 
     def update(carry: Carry, params: Any, batch: Any, *, last: bool = False) -> Carry:
-        return absorb(spec, carry, *forward(loss_fn, params, batch), last=last)
+        leaves = attach(params)
+        return absorb(spec, carry, leaves, forward(loss_fn, leaves, batch), last=last)
 
     def start(params: Any, known: Any = None) -> Carry:
-        return init(spec, params, known)
+        return init(spec, attach(params), known)
 
     return Accumulator(start, update, lambda carry: finish(spec, carry))

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import tree
 from ._carry import Carry, Spec
 from ._finish import reduce_totals
-from ._leaves import Leaves, attach, lend_grads, zero_grads
+from ._leaves import Leaves, lend_grads, zero_grads
 from ._sums import Sums, add_sums, evaluate, note_faults, require_same, wide
 from .objective import Objective, cotangent, made_up
 from .plans import PlanError, dens_with_grad, require
@@ -18,25 +18,23 @@ from .tree import PyTree
 __all__ = ["absorb", "forward", "init"]
 
 
-def init(spec: Spec, params: Any, known: Any = None) -> Carry:
+def init(spec: Spec, leaves: Leaves, known: Any = None) -> Carry:
     """The carry of a window without micro-steps: one zero gradient buffer."""
     if (known is None) == (spec.plan in ("before", "replay")):
         needs = {"before": "the total dens", "replay": "a FirstPass"}.get(spec.plan, "nothing")
         raise PlanError(f"plan {spec.plan!r}: init(params, known) takes {needs} as known.")
     if spec.plan == "before":
         known = tree.map(wide, known)
-    leaves = attach(params)
     zeros = tree.unflatten(leaves.structure, zero_grads(leaves, spec.accumulate_dtype))
     device = leaves.tensors[0].device if leaves.tensors else torch.device("cpu")
     step = torch.zeros((), dtype=torch.int64, device=device)
     return Carry((zeros,), (), None, None, step, known)
 
 
-def forward(loss_fn: LossFn, params: Any, batch: Any) -> tuple[Leaves, Sums]:
-    """The sums of a micro-step, attached to the graph of the leaves beside them."""
-    leaves = attach(params)
+def forward(loss_fn: LossFn, leaves: Leaves, batch: Any) -> Sums:
+    """The sums of a micro-step, attached to the graph of ``leaves``."""
     with torch.enable_grad():
-        return leaves, evaluate(loss_fn, leaves.params, batch)
+        return evaluate(loss_fn, leaves.params, batch)
 
 
 def absorb(spec: Spec, carry: Carry, leaves: Leaves, sums: Sums, *, last: bool = False) -> Carry:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _transforms, tree
 from ._carry import LOCAL, Carry, FirstPass, Reduction, Spec, WindowGrad
 from ._finish import finish, finish_value, ratios, reduce_totals, wait_for
-from ._leaves import Leaves
+from ._leaves import Leaves, attach
 from ._micro_step import absorb, forward, init
 from ._status import EmptyWindowError, OnEmpty, require_on_empty
 from ._sums import Sums, add_sums, detach, evaluate, note_faults, wide
@@ -263,16 +263,18 @@ def run(spec: Spec, loss_fn: LossFn, params: Any, window: Iterable[Any]) -> Wind
     batches = batches_of(window)
     if _transforms.inside():
         return _transforms.grad_of_sums(loss_fn, spec.objective, params, batches)
+    # Once, before any forward pass: FSDP2 replaces a module's parameters while they are gathered.
+    leaves = attach(params)
     if spec.plan == "auto":
-        return _run_auto(spec, loss_fn, params, batches)
+        return _run_auto(spec, loss_fn, leaves, batches)
     if spec.plan in ("after", "columns"):
-        return _stream(spec, loss_fn, params, init(spec, params), batches)
+        return _stream(spec, loss_fn, leaves, init(spec, leaves), batches)
     kept = list(batches)
     if spec.plan == "before":
         known = _count_dens(spec, kept)
     else:
         known = _first_pass(loss_fn, spec.reduction, params, iter(kept))
-    return _stream(spec, loss_fn, params, init(spec, params, known), iter(kept))
+    return _stream(spec, loss_fn, leaves, init(spec, leaves, known), iter(kept))
 
 
 def batches_of(window: Iterable[Any]) -> Iterator[Any]:
@@ -289,24 +291,24 @@ def batches_of(window: Iterable[Any]) -> Iterator[Any]:
     return iter(window)
 
 
-def _run_auto(spec: Spec, loss_fn: LossFn, params: Any, batches: Iterator[Any]) -> WindowGrad:
+def _run_auto(spec: Spec, loss_fn: LossFn, leaves: Leaves, batches: Iterator[Any]) -> WindowGrad:
     """Let the terms of the first micro-step choose the plan, and go on with its graph."""
     first = next(batches, _END)
     if first is _END:
         spec = replace(spec, plan="after")
-        return finish(spec, init(spec, params))
-    ready = forward(loss_fn, params, first)
-    spec = replace(spec, plan=report(ready[1], spec.objective, max_columns=spec.max_columns).plan)
+        return finish(spec, init(spec, leaves))
+    sums = forward(loss_fn, leaves, first)
+    spec = replace(spec, plan=report(sums, spec.objective, max_columns=spec.max_columns).plan)
     if spec.plan != "replay":
-        started = iter([ready])
-        del ready  # its graph is to end with its micro-step, not with the window
+        started = iter([sums])
+        del sums  # its graph is to end with its micro-step, not with the window
         batches = itertools.chain([first], batches)
-        return _stream(spec, loss_fn, params, init(spec, params), batches, started)
-    seen = detach(ready[1])
-    del ready  # and with it the graph, before the first pass
+        return _stream(spec, loss_fn, leaves, init(spec, leaves), batches, started)
+    seen = detach(sums)
+    del sums  # and with it the graph, before the first pass
     rest = list(batches)
-    found = _first_pass(loss_fn, spec.reduction, params, iter(rest), seen)
-    return _stream(spec, loss_fn, params, init(spec, params, found), iter([first, *rest]))
+    found = _first_pass(loss_fn, spec.reduction, leaves.params, iter(rest), seen)
+    return _stream(spec, loss_fn, leaves, init(spec, leaves, found), iter([first, *rest]))
 
 
 def _count_dens(spec: Spec, window: list[Any]) -> PyTree:
@@ -324,17 +326,17 @@ def _count_dens(spec: Spec, window: list[Any]) -> PyTree:
 def _stream(
     spec: Spec,
     loss_fn: LossFn,
-    params: Any,
+    leaves: Leaves,
     carry: Carry,
     batches: Iterator[Any],
-    started: Iterable[tuple[Leaves, Sums]] = (),
+    started: Iterable[Sums] = (),
 ) -> WindowGrad:
-    """Micro-step after micro-step; ``started`` holds the forward pass of the first, if made."""
+    """Micro-step after micro-step; ``started`` has the forward pass of the first, if made."""
     passes = iter(started)
     for batch, last in _mark_last(batches):
-        leaves, sums = next(passes, None) or forward(loss_fn, params, batch)
+        sums = next(passes, None) or forward(loss_fn, leaves, batch)
         carry = absorb(spec, carry, leaves, sums, last=last)
-        del leaves, sums  # the graph of a micro-step is gone before the next is built
+        del sums  # the graph of a micro-step is gone before the next is built
     return finish(spec, carry)
 
 

@@ -1,0 +1,96 @@
+"""The exactness receipt: one window's gradient, cut in different ways, in float64.
+
+The gradient is computed from the whole batch at once, from micro-steps, and by whoever is to be
+checked; beside them stands what the mean of the micro-steps' own means would have given.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..pure import LossFn, Objective, WindowGrad, tree, window_grad
+
+__all__ = ["apart", "mean_of_means", "receipt", "whole_batch"]
+
+
+def receipt(
+    loss_fn: LossFn,
+    objective: Objective,
+    params: Any,
+    window: Sequence[dict[str, Tensor]],
+    others: dict[str, WindowGrad],
+) -> dict[str, dict[str, float]]:
+    """How far each way of cutting a window is from the whole batch.
+
+    Args:
+        loss_fn: ``(params, batch) -> LossTerms`` or with metrics.
+        objective: from totals to the loss.
+        params: a pytree of float64 tensors.
+        window: the micro-batches.
+        others: results for the same window computed elsewhere, by name: on ranks, say.
+
+    Returns:
+        By name ``loss`` and ``gradient``, the largest difference relative to the largest gradient;
+        the last entry is the mean of the micro-steps' own means.
+    """
+    grad = window_grad(loss_fn, objective)
+    whole = grad(params, [whole_batch(window)])
+    results = {f"1 rank x {len(window)}": grad(params, window), **others}
+    results["mean of means"] = mean_of_means(grad, params, window)
+    said = {"1 rank x 1": {"loss": float(whole.loss), "gradient": 0.0}}
+    for name, result in results.items():
+        distance = apart(result.grads, whole.grads)
+        said[name] = {"loss": float(result.loss), "gradient": distance}
+    return said
+
+
+def whole_batch(window: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The micro-batches of a window as one batch, its rows padded on the right by zeros.
+
+    Args:
+        window: dicts of tensors ``[B, S, ...]`` or ``[B]``. Fields of flat indices are left out:
+            they count within their own batch.
+
+    Examples:
+        >>> window = [{"tokens": torch.tensor([[1, 2]])}, {"tokens": torch.tensor([[3]])}]
+        >>> whole_batch(window)
+        {'tokens': tensor([[1, 2],
+                [3, 0]])}
+    """
+    names = [name for name in window[0] if name != "supervised"]
+    return {name: _stack([batch[name] for batch in window]) for name in names}
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    longest = max(part.shape[1] for part in parts)
+    # `pad` counts dims from the last: those behind dim 1 stay, dim 1 grows at its end.
+    behind = [0, 0] * (parts[0].dim() - 2)
+    return torch.cat([pad(part, [*behind, 0, longest - part.shape[1]]) for part in parts])
+
+
+def mean_of_means(
+    grad: Callable[[Any, Sequence[Any]], WindowGrad], params: Any, window: Sequence[Any]
+) -> WindowGrad:
+    """What a loop gives that divides in each micro-step: wrong when they are ragged."""
+    each = [grad(params, [batch]) for batch in window]
+    share = 1 / len(each)
+    grads = tree.map(lambda *leaves: torch.stack(leaves).sum(0) * share, *(r.grads for r in each))
+    loss = torch.stack([result.loss for result in each]).mean()
+    return each[0]._replace(loss=loss, grads=grads)
+
+
+def apart(grads: Any, expected: Any) -> float:
+    """The largest difference of two gradients, relative to the largest element expected.
+
+    Examples:
+        >>> apart({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
+        0.25
+    """
+    pairs = list(zip(tree.leaves(grads), tree.leaves(expected), strict=True))
+    largest = max(float(want.abs().max()) for _, want in pairs)
+    return max(float((got - want).abs().max()) for got, want in pairs) / largest
