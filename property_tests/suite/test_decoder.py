@@ -22,7 +22,19 @@ SMALL = {
     "rope_theta": 100.0,
 }
 CONFIG = decoder.Config(**SMALL)
-PARAMS = decoder.init(CONFIG, random.key(0), std=0.3, dtype=torch.float64)
+
+
+def some_params(config, seed=0):
+    """Params whose norms are not all ones, so that none can stand for another."""
+    params = decoder.init(config, random.key(seed), std=0.3, dtype=torch.float64)
+    leaves, structure = tree.flatten(params)
+    for key, leaf in zip(random.split(random.key(seed + 1), len(leaves)), leaves, strict=True):
+        if leaf.dim() == 1:
+            leaf += random.uniform(key, leaf.shape) - 0.5
+    return tree.unflatten(structure, leaves)
+
+
+PARAMS = some_params(CONFIG)
 # Float64 states of size about 1 after two blocks.
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
@@ -82,7 +94,7 @@ def widen_norms(model):
 def test_equivalent_transformers(tied, heads):
     shape = SMALL | {"num_heads": heads[0], "num_kv_heads": heads[1], "tie_embeddings": tied}
     config = decoder.Config(**shape)
-    params = decoder.init(config, random.key(1), std=0.3, dtype=torch.float64)
+    params = some_params(config, seed=1)
     model = widen_norms(reference(config, params))
     batch = some_batch(0, 3, 9)
     labels = batch["tokens"].masked_fill(~batch["loss_mask"], -100)
@@ -168,6 +180,15 @@ def test_equivalent_supervised_positions_whole(batch, weighting, chunk_size):
     listed = batch | {"supervised": supervised(batch)}
     options = {"weighting": weighting, "chunk_size": chunk_size}
     assert_trees_close(value_and_grad(listed, **options), value_and_grad(batch, **options))
+
+
+def test_head_runs_on_listed_positions_alone():
+    batch = some_batch(4, 2, 6)
+    fewer = batch | {"supervised": supervised(batch)[:-1]}
+    num_tokens = supervised(batch).numel()
+    assert decoder.loss_terms(PARAMS, batch, CONFIG).den == num_tokens
+    assert decoder.loss_terms(PARAMS, fewer, CONFIG).den == num_tokens - 1
+    assert decoder.metrics(PARAMS, fewer, CONFIG)["accuracy"].den == num_tokens - 1
 
 
 @pytest.mark.parametrize("weighting", ["token", "sample", "square"])
@@ -334,12 +355,12 @@ def test_step_refuses_what_does_not_fit():
 
 def test_layers_are_drawn_by_index():
     deeper = decoder.Config(**SMALL | {"num_layers": 3, "tie_embeddings": True})
-    params = decoder.init(deeper, random.key(0), std=0.3, dtype=torch.float64)
-    assert "head" not in params
-    same = {name: PARAMS[name] for name in ("embed", "norm", "layers")}
+    params = decoder.init(deeper, random.key(0))
+    same = decoder.init(CONFIG, random.key(0))
+    del same["head"]
     shallow = params | {"layers": params["layers"][:2]}
-    pairs = zip(tree.leaves(shallow), tree.leaves(same), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert tree.structure(shallow) == tree.structure(same)
+    assert all(map(torch.equal, tree.leaves(shallow), tree.leaves(same)))
     # Of so many draws of 23 bits hardly any two are equal, so no two weights are.
     draws = torch.cat([x.flatten() for x in tree.leaves(params) if x.dim() == 2])
     assert len(draws.unique()) > 0.99 * len(draws)

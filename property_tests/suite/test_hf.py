@@ -27,7 +27,11 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 def small(**changes):
     config = decoder.Config(**SHAPE | changes)
-    return config, decoder.init(config, random.key(0), std=0.3)
+    # All params are draws, norms too, so that none can stand for another.
+    leaves, structure = tree.flatten(decoder.shapes(config))
+    keys = random.split(random.key(0), len(leaves))
+    draws = [random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return config, tree.map(lambda x: x / 2, tree.unflatten(structure, draws))
 
 
 def their_model(**changes):
@@ -42,9 +46,12 @@ def their_model(**changes):
         "head_dim": 6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         "rms_norm_eps": 1e-5,
-        "initializer_range": 0.3,
     }
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields | changes)).eval()
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields | changes)).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.5)
+    return model
 
 
 def assert_same_params(a, b):
