@@ -92,9 +92,13 @@ def _with_features(rows: Sequence[Row], batch: Batch, features: dict[str, Tensor
                 "Return one vector for each token."
             )
     for b, row in enumerate(rows):
-        # A copy: views would keep the whole batch, and safetensors refuses them.
-        own = {name: feature[b, : len(row.tokens)].detach() for name, feature in features.items()}
-        yield row._replace(features={name: each.cpu().clone() for name, each in own.items()})
+        own = {name: feature[b, : len(row.tokens)] for name, feature in features.items()}
+        yield row._replace(features={name: _copy(feature) for name, feature in own.items()})
+
+
+def _copy(feature: Tensor) -> Tensor:
+    # A view would keep the whole batch, and safetensors refuses memory that is shared or strided.
+    return feature.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _tensors(row: Row) -> dict[str, Tensor]:

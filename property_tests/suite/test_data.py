@@ -67,6 +67,7 @@ def test_random_lengths_depend_on_the_key_and_the_text_alone():
     assert len(set(alone[:-1])) > 1
     assert set(alone[:-1]) <= set(range(3, 10))
     assert pieces([long, other], KEY)[: len(alone)] == alone
+    assert pieces([long, long], KEY) != alone + alone
     assert pieces([long], random.key(12)) != alone
 
 

@@ -69,6 +69,18 @@ def test_gradients_are_not_kept(tmp_path):
     assert torch.equal(row.features["x"], torch.tensor([[0.0], [1.0], [2.0]]))
 
 
+def test_features_may_share_memory(tmp_path):
+    def features(batch):
+        wide = batch["tokens"][..., None].expand(-1, -1, 3)
+        return {"x": wide, "y": wide, "z": wide.transpose(0, 1).contiguous().transpose(0, 1)}
+
+    save_features(tmp_path / "a", rows_of([3, 2]), features)
+    for row in load_features(tmp_path / "a"):
+        assert row.features is not None
+        for feature in row.features.values():
+            assert torch.equal(feature, row.tokens[:, None].expand(-1, 3))
+
+
 def test_bad_values(tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
