@@ -114,7 +114,7 @@ def derivatives(op, weights, x, tangent, batch):
         "grad": grad(loss)(x),
         "grad of grad": grad(slope)(x),
         "jvp of grad": jvp(grad(loss), (x,), (tangent,))[1],
-        "grad of jvp": grad(lambda x: (weights * jvp(op, (x**2,), (tangent,))[1] * op(x)).sum())(x),
+        "grad of jvp": grad(lambda x: (weights * jvp(op, (x,), (tangent * x**2,))[1]).sum())(x),
         "autograd": first.detach(),
         "autograd twice": second,
         "vmap": columns(op)(batch),
