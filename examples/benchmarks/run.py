@@ -1,0 +1,55 @@
+"""Benchmarks: each prints a table of ratios measured in one run, and writes JSON.
+
+    python examples/benchmarks/run.py window     # window_grad against the hand-written loop
+    python examples/benchmarks/run.py trainer    # a training step against transformers' Trainer
+    python examples/benchmarks/run.py scaling    # cost against micro-steps and terms
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+app = typer.Typer(help=__doc__, add_completion=False)
+console = Console()
+Out = Annotated[Path, typer.Option(help="Where the JSON goes.")]
+Threads = Annotated[int, typer.Option(help="Threads of torch.")]
+
+
+@app.command()
+def window(
+    rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchmarks")
+) -> None:
+    """window_grad against the hand-written loop with known dens: time and peak memory."""
+    from against_loop import measure
+
+    torch.set_num_threads(threads)
+    measure(rounds, out, console)
+
+
+@app.command()
+def trainer(
+    rounds: int = 3, threads: Threads = 2, out: Out = Path("runs/benchmarks")
+) -> None:
+    """A whole training step against transformers' Trainer: same model, data and optimizer."""
+    from against_trainer import measure
+
+    torch.set_num_threads(threads)
+    measure(rounds, out, console)
+
+
+@app.command()
+def scaling(
+    rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchmarks")
+) -> None:
+    """The cost of a window against its number of micro-steps and of terms."""
+    from scaling import measure
+
+    torch.set_num_threads(threads)
+    measure(rounds, out, console)
+
+
+if __name__ == "__main__":
+    app()
