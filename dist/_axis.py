@@ -6,7 +6,7 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axis", "Group", "group_of"]
+__all__ = ["Axis", "Group", "group_of", "process_group_of"]
 
 Axis = ProcessGroup | DeviceMesh | None
 """``mesh["dp"]``, ``mesh["dp", "cp"]``, a process group, or None for all ranks."""
@@ -21,7 +21,13 @@ class Group(NamedTuple):
 
 
 def group_of(function: str, axis: Axis) -> Group:
-    """The ranks of ``axis``; those of a mesh of several dimensions in row-major order.
+    """The ranks of ``axis``; see ``process_group_of``."""
+    group = process_group_of(function, axis)
+    return Group(group.group_name, group.size(), group.rank())
+
+
+def process_group_of(function: str, axis: Axis) -> ProcessGroup:
+    """The group of ``axis``; that of a mesh of several dimensions in row-major order.
 
     Args:
         function: who asks, for the messages.
@@ -42,7 +48,7 @@ def group_of(function: str, axis: Axis) -> Group:
             f"{function}: this rank must belong to axis, got rank {c10d.get_rank()} outside of "
             "it. Call it on the ranks of axis only."
         )
-    return Group(group.group_name, group.size(), group.rank())
+    return group
 
 
 def _process_group(function: str, axis: Axis) -> ProcessGroup | None:

@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,18 @@ import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..pure import EmptyWindowError, NonFiniteLossError, PlanError, TermStructureError
+from ._axis import process_group_of
 
-__all__ = ["RankError", "Report", "data_group", "group_device", "raise_reports", "report_of"]
+__all__ = [
+    "RankError",
+    "Report",
+    "data_group",
+    "gather_reports",
+    "group_device",
+    "raise_reports",
+    "report_of",
+    "require_ranks",
+]
 
 _SHARED_ERRORS = {
     error.__name__: error
@@ -23,7 +33,7 @@ Report = tuple[str | None, str | None, Any]
 
 
 class RankError(RuntimeError):
-    """A loss function raised on some rank. Every rank raises this, in the same window."""
+    """A loss function or a window raised on some rank. Every rank raises this, in one window."""
 
 
 def data_group(
@@ -35,23 +45,39 @@ def data_group(
         The group; all ranks where neither is given; None where there are no other ranks.
 
     Raises:
-        ValueError: both are given.
+        ValueError: both are given, or this rank is not in the one that is.
         RuntimeError: a launcher started several ranks, but no process group was made.
     """
     if mesh is not None and group is not None:
-        raise ValueError("window_grad: give mesh or group, got both.")
-    if group is not None:
-        return group
-    if mesh is not None:
-        return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    if c10d.is_initialized():
-        return c10d.group.WORLD
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(
-            f"window_grad: WORLD_SIZE={os.environ['WORLD_SIZE']} but no process group. Call "
-            "torch.distributed.init_process_group first."
+        raise ValueError("window: give mesh or group, got both.")
+    if mesh is None and group is None and not c10d.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"window: ranks need a process group, got none and WORLD_SIZE="
+                f"{os.environ['WORLD_SIZE']}. Call torch.distributed.init_process_group first."
+            )
+        return None
+    return process_group_of("window", mesh if group is None else group)
+
+
+def require_ranks(
+    what: str, mesh: DeviceMesh, group: c10d.ProcessGroup, *, or_more: bool = False
+) -> None:
+    """Raise unless ``what`` is summed over the ranks that the loss is summed over.
+
+    Args:
+        what: for the message.
+        mesh: the ranks that ``what`` is on.
+        group: the ranks of the window.
+        or_more: whether ``mesh`` may have more ranks than the window.
+    """
+    has, needs = set(mesh.mesh.flatten().tolist()), set(c10d.get_process_group_ranks(group))
+    if has != needs and not (or_more and has > needs):
+        raise ValueError(
+            f"window_grad: {what} must be on the ranks of the window, got ranks {sorted(has)} for "
+            f"a window over {sorted(needs)}: its gradient would be the sum over other ranks than "
+            "the loss. Give window_grad the mesh that they are on."
         )
-    return None
 
 
 def report_of(error: Exception | None, structure: Any = None) -> Report:
@@ -63,23 +89,34 @@ def report_of(error: Exception | None, structure: Any = None) -> Report:
     return name, text, structure
 
 
-def raise_reports(reports: Sequence[Report], cause: Exception | None = None) -> None:
-    """Raise the one error that all ranks raise, if any of them reported one."""
-    failed = [(rank, name, text) for rank, (name, text, _) in enumerate(reports) if name]
+def gather_reports(
+    own: Report, group: c10d.ProcessGroup, cause: Exception | None = None
+) -> dict[int, Report]:
+    """All ranks' reports, by rank among all there are, if none of them is of an error."""
+    gathered: list[Any] = [None] * group.size()
+    c10d.all_gather_object(gathered, own, group=group)
+    by_rank = dict(zip(c10d.get_process_group_ranks(group), gathered, strict=True))
+    raise_reports(by_rank, cause)
+    return by_rank
+
+
+def raise_reports(reports: Mapping[int, Report], cause: Exception | None = None) -> None:
+    """Raise the one error that all ranks raise, if any of ``reports``, by rank, is of an error."""
+    failed = {rank: (name, text) for rank, (name, text, _) in reports.items() if name}
     if not failed:
         return
     ranks_by_text: dict[str, list[int]] = defaultdict(list)
-    for rank, _, text in failed:
+    for rank, (_, text) in failed.items():
         ranks_by_text[str(text)].append(rank)
     everywhere = len(ranks_by_text) == 1 and len(failed) == len(reports) > 1
     texts = "; ".join(
         text if everywhere else f"{text} (rank {', '.join(map(str, ranks))})"
         for text, ranks in ranks_by_text.items()
     )
-    names = {name for _, name, _ in failed}
+    names = {name for name, _ in failed.values()}
     kind = _SHARED_ERRORS.get(names.pop(), RankError) if len(names) == 1 else RankError
     if kind is RankError:
-        texts = f"window_grad: the loss failed: {texts}. Nothing was updated on any rank."
+        texts = f"window: a rank failed: {texts}. Nothing was updated on any rank."
     raise kind(texts) from cause
 
 

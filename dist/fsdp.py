@@ -1,7 +1,6 @@
-"""SUM in place of AVG: FSDP2 and DDP modules, and the neutral micro-steps that FSDP2 needs."""
+"""SUM in place of AVG for FSDP2 and DDP modules, and what else FSDP2 needs to be told."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as c10d
@@ -9,10 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..pure import LossFn, tree
-from ._ranks import RankError, group_device
+from ._ranks import raise_reports, report_of
 
-__all__ = ["MicroStep", "abort_with", "even_window", "neutral_when_idle", "sum_gradients"]
+__all__ = ["abort_with", "reshard", "sum_gradients"]
 
 _SETTERS = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
 
@@ -71,76 +69,26 @@ def _sum_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-class MicroStep(NamedTuple):
-    """A micro-step of an FSDP2 module, whose forward passes are the same number on all ranks.
+def abort_with(error: Exception, group: c10d.ProcessGroup) -> NoReturn:
+    """Raise on this rank what went wrong first on any, and leave the ranks that wait for this one.
 
-    Attributes:
-        batch: the micro-batch.
-        live: whether its sums count; an idle one is there for the sake of the other ranks.
-        last: whether gradients are reduced in its backward pass.
+    A rank that fails within the passes of an FSDP2 module leaves its peers in a collective that it
+    cannot join any more. It leaves word in the store and aborts all process groups; the peers fail
+    by that on NCCL, on gloo when this process ends, which the error that it raises sees to.
     """
-
-    batch: Any
-    live: bool
-    last: bool
-
-
-def even_window(
-    window: Iterable[Any], group: c10d.ProcessGroup, *, equal_steps: bool
-) -> list[MicroStep]:
-    """The window with idle micro-steps at its end, so that all ranks have the same number.
-
-    One small all-reduce, or none with ``equal_steps``. A rank without any batch is sent one.
-    """
-    batches = list(window)
-    most, least, sender = len(batches), len(batches), 0
-    if not equal_steps:
-        rank = group.rank() if batches else -1
-        counts = torch.tensor([most, -least, rank], device=group_device(group))
-        c10d.all_reduce(counts, c10d.ReduceOp.MAX, group=group)
-        most, least, sender = counts.tolist()
-    filler = batches[-1:]
-    if most and least == 0:
-        sent = filler or [None]
-        c10d.broadcast_object_list(sent, c10d.get_global_rank(group, sender), group=group)
-        filler = filler or sent
-    padded = batches + filler * (most - len(batches))
-    return [MicroStep(batch, i < len(batches), i == most - 1) for i, batch in enumerate(padded)]
-
-
-def neutral_when_idle(loss_fn: LossFn, module: Any, *, reduce_each: bool) -> LossFn:
-    """The loss function on ``MicroStep``s: an idle one gives sums of zero and zero gradients.
-
-    It also tells the module when to reduce: in the last micro-step, or in each.
-    """
-
-    def loss_terms(params: Any, step: MicroStep) -> Any:
-        module.set_requires_gradient_sync(step.last or reduce_each)
-        sums = loss_fn(params, step.batch)
-        return sums if step.live else tree.map(lambda leaf: leaf * 0, sums)
-
-    return loss_terms
-
-
-def abort_with(error: Exception, group: c10d.ProcessGroup) -> None:
-    """Raise on this rank what went wrong on any, and let go of ranks that wait for this one.
-
-    A rank that fails inside a forward or backward pass of an FSDP2 module leaves its peers in a
-    collective that it cannot join any more: it leaves word in the store and aborts the group.
-    """
-    store = c10d.distributed_c10d._get_default_store()
-    key = f"numden/fault/{group.group_name}"
-    own = f"window_grad: the loss failed on rank {group.rank()}: {type(error).__name__}: {error}"
-    said = store.compare_set(key, "", f"{own}. Nothing was updated on any rank.").decode()
+    name, text, _ = report_of(error)
+    rank, name, text = _first_word(f"{c10d.get_rank()}\n{name}\n{text}", group).split("\n", 2)
     c10d.distributed_c10d._abort_process_group()
-    raise RankError(said) from error
+    raise_reports({int(rank): (name, text, None)}, error)
+    raise error
 
 
-def is_fsdp(params: Any) -> bool:
-    """Whether FSDP2 gathers and reduces the parameters of ``params``."""
-    return isinstance(params, nn.Module) and any(
-        isinstance(each, FSDPModule) for each in params.modules()
-    )
+def _first_word(own: str, group: c10d.ProcessGroup) -> str:
+    store = c10d.distributed_c10d._get_default_store()
+    try:
+        return store.compare_set(f"numden/fault/{group.group_name}", "", own).decode()
+    except RuntimeError:  # the store went with the process that kept it
+        return own
 
 
 def reshard(module: nn.Module) -> None:
@@ -148,9 +96,3 @@ def reshard(module: nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
-
-
-def split_by_reducer(grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients that FSDP2 has reduced, and those of parameters that it was told to ignore."""
-    done = {name: grad for name, grad in grads.items() if hasattr(grad, "device_mesh")}
-    return done, {name: grad for name, grad in grads.items() if name not in done}

@@ -10,7 +10,7 @@ all ranks raise the same error.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ..pure import Reduction, TermStructureError, tree
+from ..pure._status import OnEmpty
 from ._packed import Packed, fits, header, pack, reduce_rest, skeleton, unpack
-from ._ranks import Report, group_device, raise_reports, report_of
+from ._ranks import Report, gather_reports, group_device, report_of
 
 __all__ = ["ReduceGrads", "WindowCollectives", "sum_replicated"]
 
@@ -36,13 +37,19 @@ class WindowCollectives:
     """
 
     def __init__(
-        self, group: c10d.ProcessGroup, reduce_grads: ReduceGrads | None, *, num_totals: int = 1
+        self,
+        group: c10d.ProcessGroup,
+        reduce_grads: ReduceGrads | None,
+        *,
+        num_totals: int = 1,
+        on_empty: OnEmpty = "raise",
     ) -> None:
         self.group = group
         self.reduction = Reduction(self.totals, self.grads, self.reports)
         self.device = group_device(group)
         self._reduce_grads = reduce_grads
         self._totals_left = num_totals
+        self._on_empty = on_empty
         self.over = False
         self._unwaited: Callable[[], Any] | None = None
         self._like: Any = None
@@ -115,20 +122,22 @@ class WindowCollectives:
             TermStructureError: the ranks' sums have different structures.
         """
         gathered = self.gather((None, fault, self._structure()))
-        return [(rank, text) for rank, (_, text, _) in enumerate(gathered)]
+        return [(rank, text) for rank, (_, text, _) in gathered.items()]
 
-    def gather(self, own: Report, cause: Exception | None = None) -> list[Report]:
-        """All ranks' reports, by rank, if none of them is an error."""
-        gathered: list[Any] = [None] * self.group.size()
-        c10d.all_gather_object(gathered, own, group=self.group)
-        raise_reports(gathered, cause)
-        _require_one_structure([like for _, _, like in gathered])
-        return gathered
+    def gather(self, own: Report, cause: Exception | None = None) -> dict[int, Report]:
+        """All ranks' reports, by rank, if none is of an error and their sums are alike."""
+        by_rank = gather_reports(own, self.group, cause)
+        _require_one_structure({rank: like for rank, (_, _, like) in by_rank.items()})
+        return by_rank
 
     def settle(self) -> None:
         """Exchange reports after a window whose faults nobody read, where a host read is free."""
-        if self.device.type == "cpu" and self.in_trouble():
+        if self._on_empty == "skip" and not self._unheard() and self.in_trouble():
             self.reports(None)
+
+    def _unheard(self) -> bool:
+        """Whether no rank reads that another is in trouble, so that none takes part in reports."""
+        return self._on_empty == "skip" and self.device.type != "cpu"
 
     def in_trouble(self) -> bool:
         """Whether some rank failed, differs, or has no micro-step: a host read."""
@@ -143,22 +152,24 @@ class WindowCollectives:
         while self._totals_left:
             self.start(pack(None, failed=True, device=self.device))()
         self.grads(zero_grads(), failed=True)
+        if self._unheard():
+            raise error
         self.gather(report_of(error), cause=error)
 
     def _structure(self) -> Any:
         return None if self._like is None else skeleton(self._like)
 
 
-def _require_one_structure(skeletons: list[Any]) -> None:
+def _require_one_structure(skeletons: Mapping[int, Any]) -> None:
     said = [
         (rank, list(zip(tree.names(like), map(_shape, tree.leaves(like)), strict=True)))
-        for rank, like in enumerate(skeletons)
+        for rank, like in skeletons.items()
         if like is not None
     ]
     if said and any(sums != said[0][1] for _, sums in said):
         texts = "; ".join(f"rank {rank} has {_text(sums)}" for rank, sums in said)
         raise TermStructureError(
-            f"window_grad: all ranks must return the same sums, but {texts}. Return a pair of "
+            f"window: all ranks must return the same sums, but {texts}. Return a pair of "
             "zeros for a term that a batch lacks."
         )
 
@@ -182,14 +193,12 @@ def sum_replicated(group: c10d.ProcessGroup) -> ReduceGrads:
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for leaf in tree.leaves(grads):
             by_dtype[leaf.dtype].append(leaf)
-        by_dtype[flag.dtype].append(flag)
+        # In the dtype of gradients the flag costs no collective of its own.
+        rider = flag.to(next(iter(by_dtype.values()))[0]) if by_dtype else flag
+        by_dtype[rider.dtype].append(rider)
         for tensors in by_dtype.values():
-            _sum_coalesced(tensors, group)
+            group.allreduce_coalesced(tensors, c10d.AllreduceCoalescedOptions()).wait()
+        flag.copy_(rider)
         return grads
 
     return reduce
-
-
-def _sum_coalesced(tensors: list[Tensor], group: c10d.ProcessGroup) -> None:
-    options = c10d.AllreduceCoalescedOptions()
-    group.allreduce_coalesced(tensors, options).wait()

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..pure import tree
-from .reduction import ReduceGrads
+from ._ranks import require_ranks
+from .reduction import ReduceGrads, sum_replicated
 
 __all__ = ["gather", "is_sharded", "shard", "sum_to_shards"]
 
@@ -57,15 +58,26 @@ def is_sharded(params: Any) -> bool:
 
 
 def sum_to_shards(like: Any, group: c10d.ProcessGroup) -> ReduceGrads:
-    """Sum whole gradients of this rank into the shards of ``like``, a reduce-scatter for each."""
+    """Sum whole gradients of this rank into the shards of ``like``, a reduce-scatter for each.
+
+    Raises:
+        ValueError: the shards are cut over other ranks than those of ``group``.
+    """
+    leaves = [leaf for leaf in tree.leaves(like) if isinstance(leaf, DTensor)]
+    for mesh in {leaf.device_mesh for leaf in leaves}:
+        require_ranks("params from shard", mesh, group)
 
     def reduce(grads: Any, flag: Tensor) -> Any:
-        c10d.all_reduce(flag, group=group)
+        pairs = zip(tree.leaves(grads), tree.leaves(like), strict=True)
+        replicated = [grad for grad, leaf in pairs if not isinstance(leaf, DTensor)]
+        sum_replicated(group)(replicated, flag)
         return tree.map(_to_shard, grads, like)
 
     return reduce
 
 
-def _to_shard(grad: Tensor, like: DTensor) -> DTensor:
+def _to_shard(grad: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return grad
     addend = DTensor.from_local(grad, like.device_mesh, [Partial()], run_check=False)
     return addend.redistribute(placements=like.placements)
