@@ -175,8 +175,9 @@ def _backward(spec: Spec, carry: Carry, leaves: Leaves, terms: LossTerms) -> tup
 def _weight(terms: LossTerms, direction: LossTerms) -> Tensor | None:
     """``Σ direction · sum`` over the sums with a graph; None where there are none."""
     pairs = zip(tree.leaves(terms), tree.leaves(direction), strict=True)
-    parts = [(leaf * weight).sum() for leaf, weight in pairs if leaf.requires_grad]
-    return torch.stack(parts).sum() if parts else None
+    with torch.enable_grad():  # the caller may be in no_grad, where gradients are of use too
+        parts = [(leaf * weight).sum() for leaf, weight in pairs if leaf.requires_grad]
+        return torch.stack(parts).sum() if parts else None
 
 
 def _accumulate(scalar: Tensor, leaves: Leaves, buffers: list[Tensor], *, keep_graph: bool) -> None:

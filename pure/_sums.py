@@ -142,18 +142,18 @@ def add_sums(total: Sums | None, sums: Sums, step: Tensor | int) -> Sums:
 
 def require_same(first: Sums, other: Sums, where: Callable[[], str]) -> None:
     """Raise unless both have the same structure and shapes; ``where`` says who gave other."""
-    names = sum_names(first)
     if tree.structure(first) != tree.structure(other):
         raise TermStructureError(
             f"loss_fn: each micro-step must return the same terms, got {sum_names(other)} from "
-            f"{where()} after {names}. Return a pair of zeros for a term that a batch lacks."
+            f"{where()} after {sum_names(first)}. Return a pair of zeros for a term that a batch "
+            "lacks."
         )
-    for name, a, b in zip(names, tree.leaves(first), tree.leaves(other), strict=True):
+    for place, (a, b) in enumerate(zip(tree.leaves(first), tree.leaves(other), strict=True)):
         if a.shape != b.shape:
             raise TermStructureError(
-                f"loss_fn: a sum keeps its shape from micro-step to micro-step, got {name} of "
-                f"shape {list(b.shape)} from {where()} after {list(a.shape)}. Sum over tokens and "
-                "rows."
+                "loss_fn: a sum keeps its shape from micro-step to micro-step, got "
+                f"{sum_names(first)[place]} of shape {list(b.shape)} from {where()} after "
+                f"{list(a.shape)}. Sum over tokens and rows."
             )
 
 

@@ -99,8 +99,9 @@ def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...] |
 
     Sums whose cotangents keep one ratio whatever the totals are form a group; only the scale of
     its direction is unknown until the window ends. Found by evaluating ``∂f/∂S`` at a few made-up
-    totals, of which the first have all dens 1, so that the directions of a ``term_mean`` are its
-    weights exactly. ``spread`` proves at the end of each window that the real cotangent fits.
+    totals, of which the first have all dens 1, so that the direction of a ``term_mean`` with one
+    den is its weights exactly. ``spread`` proves at the end of each window that the real cotangent
+    fits.
 
     Args:
         objective: the function f.
@@ -147,7 +148,9 @@ def _collinear_columns(rows: Tensor) -> list[Tensor]:
         residual = (unit - unit[:, first, None] * cosine).norm(dim=0)
         group = left & (residual < _COLLINEAR)
         nonzero = int(rows[:, first].nonzero()[0])
-        groups.append(torch.where(group, rows[nonzero], torch.zeros_like(norms)))
+        # The scale of a direction is free; with 1 where it can be, raw sums stay what they are.
+        scales = rows[nonzero] if int(group.sum()) > 1 else torch.ones_like(norms)
+        groups.append(torch.where(group, scales, 0))
         left &= ~group
     return groups
 

@@ -117,6 +117,8 @@ def _elements(xs: Any, length: int | None) -> Iterable[Any]:
     lengths = {len(leaf) for leaf in leaves}
     if len(lengths) != 1:
         raise ValueError(f"scan: xs must agree in their first dimension, got {sorted(lengths)}.")
+    if length not in (None, *lengths):
+        raise ValueError(f"scan: length must be that of xs, got {length=} for {lengths.pop()}.")
     return (tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(lengths.pop()))
 
 
