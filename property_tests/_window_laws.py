@@ -26,13 +26,14 @@ def homogeneity(
     window: Sequence[Any],
     *,
     factor: float = 2.0,
+    degree: int = 1,
     exact: bool = True,
     rtol: float | None = None,
 ) -> None:
     """The objective is a ratio: of degree 0 in num and den together, of degree -1 in den.
 
-    All sums times ``factor`` change nothing; denominators times ``factor`` scale the loss and
-    the gradient by exactly ``1 / factor``. A missing or a second division breaks the law.
+    All sums times ``factor`` change nothing; denominators times ``factor`` divide the loss and
+    the gradient by exactly ``factor``. A missing or a second division breaks the law.
 
     Args:
         grad_of: makes ``(params, window) -> (loss, grads, …)`` of a loss function;
@@ -41,6 +42,7 @@ def homogeneity(
         params: a pytree of tensors.
         window: micro-batches.
         factor: a power of two scales floats exactly.
+        degree: how many dens the objective divides by; 2 for the balancing loss of experts.
         exact: every bit must agree.
         rtol: see ``check_equal``.
 
@@ -63,8 +65,8 @@ def homogeneity(
     )
     same = f"all sums times {factor} must change nothing."
     check_equal("homogeneity", same, cause, as_is, both, exact=exact, rtol=rtol)
-    smaller = {name: value / factor for name, value in as_is.items()}
-    scaled = f"dens times {factor} must divide the loss and the gradient by {factor}."
+    smaller = {name: value / factor**degree for name, value in as_is.items()}
+    scaled = f"dens times {factor} must divide the loss and the gradient by {factor**degree}."
     check_equal("homogeneity", scaled, cause, smaller, only_den, exact=exact, rtol=rtol)
 
 

@@ -134,7 +134,6 @@ def windows(
         >>> [list(batch["x"].shape) for batch in window]
         [[0], [3]]
     """
-
     require_interval("windows", "size", min_size, max_size)
 
     def cut(batch: Any) -> SearchStrategy[list[Any]]:
