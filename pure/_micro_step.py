@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from ._carry import Carry, Spec
+from ._carry import Carry, FirstPass, Spec
 from ._finish import reduce_totals
 from ._leaves import Leaves, lend_grads, zero_grads
 from ._sums import Sums, add_sums, evaluate, note_faults, require_same, wide
@@ -20,9 +20,14 @@ __all__ = ["absorb", "forward", "init"]
 
 def init(spec: Spec, leaves: Leaves, known: Any = None) -> Carry:
     """The carry of a window without micro-steps: one zero gradient buffer."""
-    if (known is None) == (spec.plan in ("before", "replay")):
+    is_first_pass = isinstance(known, FirstPass)
+    fits = {"before": known is not None and not is_first_pass, "replay": is_first_pass}
+    if not fits.get(spec.plan, known is None):
         needs = {"before": "the total dens", "replay": "a FirstPass"}.get(spec.plan, "nothing")
-        raise PlanError(f"plan {spec.plan!r}: init(params, known) takes {needs} as known.")
+        raise PlanError(
+            f"plan {spec.plan!r}: init(params, known) takes {needs} as known, got "
+            f"{type(known).__name__}."
+        )
     if spec.plan == "before":
         known = tree.map(wide, known)
     zeros = tree.unflatten(leaves.structure, zero_grads(leaves, spec.accumulate_dtype))

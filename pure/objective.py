@@ -113,8 +113,10 @@ def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...] |
         cotangent at made-up totals, so that they do not show its groups.
     """
     # Made-up sums live on the CPU, so that reading what they give does not wait for a device.
-    probes = [cotangent(objective, made_up(like, i))[1] for i in range(_NUM_PROBES)]
-    rows = torch.stack([_flat(probe) for probe in probes])
+    probes = [cotangent(objective, made_up(like, i)) for i in range(_NUM_PROBES)]
+    rows = torch.stack([_flat(grads) for _, grads in probes])
+    if not bool(torch.stack([loss.double() for loss, _ in probes]).isfinite().all()):
+        return None
     if not bool(rows.isfinite().all()):
         return None
     return tuple(_unflat(group, like) for group in _collinear_columns(rows))
@@ -160,7 +162,8 @@ def spread(cotangents: LossTerms, directions: tuple[LossTerms, ...]) -> tuple[li
 
     Returns:
         The factors, and the largest remainder over all nums and over those dens that a direction
-        touches, relative to the largest cotangent: near 0 when the directions can express it.
+        touches, relative to the largest cotangent of these: near 0 when the directions can express
+        it.
     """
     flat = _flat(cotangents)
     rows = [_flat(direction) for direction in directions]
@@ -173,8 +176,8 @@ def spread(cotangents: LossTerms, directions: tuple[LossTerms, ...]) -> tuple[li
     for factor, row in zip(factors, rows, strict=True):
         remainder = remainder - factor * row
         counts = counts + (row != 0)
-    remainder = torch.where(counts > 0, remainder.abs(), 0).max()
-    return factors, remainder / flat.abs().max().clamp_min(tiny)
+    remainder, largest = (torch.where(counts > 0, x.abs(), 0).max() for x in (remainder, flat))
+    return factors, remainder / largest.clamp_min(tiny)
 
 
 def _flat(sums: PyTree) -> Tensor:
