@@ -31,7 +31,7 @@ from .layers import (
 )
 from .module import call
 
-__all__ = ["Config", "apply", "init", "require"]
+__all__ = ["Config", "apply", "init", "require", "require_size"]
 
 Params = Any
 Tables = tuple[Tensor, Tensor]
@@ -74,7 +74,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            require(self, name, getattr(self, name) >= 1, "at least 1")
+            require_size(self, name)
         for name in ("rope_theta", "norm_eps"):
             require(self, name, 0 < getattr(self, name) < math.inf, "positive and finite")
         require(self, "num_kv_heads", self.num_heads % self.num_kv_heads == 0, "a divisor of heads")
@@ -96,6 +96,12 @@ _SIZES = (
     "num_layers",
     "block_size",
 )
+
+
+def require_size(config: Any, name: str) -> None:
+    """Check that a field of a config is an integer from 1."""
+    value = getattr(config, name)
+    require(config, name, type(value) is int and value >= 1, "an integer, at least 1")
 
 
 def require(config: Any, name: str, holds: bool, rule: str) -> None:
@@ -203,11 +209,14 @@ def apply(
     size = captured.shape[1], slots.shape[2]
     context = _context(params["context"], captured, config)
     tables = _rope(anchors, *size, config, slots.dtype)
-    mask_of = functools.cache(lambda window: block_mask(anchors, keep, *size, window=window))
+    windows = [
+        config.sliding_window if i in config.sliding_layers else None
+        for i in range(config.num_layers)
+    ]
+    masks = {window: block_mask(anchors, keep, *size, window=window) for window in set(windows)}
     hidden = slots.flatten(1, 2)
-    for i, layer in enumerate(params["layers"]):
-        mask = mask_of(config.sliding_window if i in config.sliding_layers else None)
-        hidden = call(_layer, layer, hidden, context, tables, mask, config)
+    for layer, window in zip(params["layers"], windows, strict=True):
+        hidden = call(_layer, layer, hidden, context, tables, masks[window], config)
     return rms_norm(hidden, params["norm"], config.norm_eps).unflatten(1, slots.shape[1:3])
 
 

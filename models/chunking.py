@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..pure import tree
 from ..pure.tree import PyTree
@@ -47,10 +48,7 @@ def map_chunks(
     if not chunk_size:
         return fn(params, items, constants)
 
-    def on_slice(inputs: PyTree, constants: PyTree) -> tuple[PyTree, PyTree]:
-        params, items = inputs
-        return fn(params, items, constants)
-
+    on_slice = lambda inputs, constants: fn(inputs[0], inputs[1], constants)
     slices = zip(_split(items, chunk_size), _split(constants, chunk_size), strict=True)
     parts = [recompute(on_slice, (params, part), constant) for part, constant in slices]
     return tree.map(lambda *rows: torch.cat(rows), *parts)
@@ -83,6 +81,8 @@ def recompute(fn: ChunkFn, inputs: PyTree, constants: PyTree) -> tuple[PyTree, P
         >>> torch.func.grad(lambda x: recompute(square, x, ())[0])(torch.tensor(3.0))
         tensor(6.)
     """
+    if torch.compiler.is_compiling():  # the compiler has a recomputation of its own
+        return checkpoint(fn, inputs, constants, use_reentrant=False)
     call = _FlatCall(fn, (inputs, constants))
     flat = _Recompute.apply(call, *tree.leaves((inputs, constants)))
     return call.unflatten(flat)

@@ -16,6 +16,7 @@ References:
     DSpark as trained in SpecForge (sgl-project/SpecForge).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -224,8 +225,8 @@ def loss_terms(
     Args:
         params: see ``init``.
         batch: from ``prepare``: what ``apply`` reads, ``loss_mask`` ``[B, S]`` and, where the
-            config needs a teacher, ``final`` ``[B, S, H]``: the input of the
-            target's head, whose row t predicts token t + 1.
+            config needs a teacher, ``final`` ``[B, S, H]``: the input of the target's head, whose
+            row t predicts token t + 1.
         config: the drafter.
         target: the frozen embedding and head.
 
@@ -252,18 +253,19 @@ def _slot_values(
     params: Params, slots: Slots, fields: Batch, config: Config, target: Params
 ) -> tuple[SlotValues, SlotValues]:
     """``slot_losses`` of ``[B, N, Q]`` slots, the logits of a few blocks at a time."""
-    frozen = {"head": _head(target)}
-
-    def on_blocks(heads: Params, slots: Slots, fields: Batch) -> tuple[SlotValues, SlotValues]:
-        teacher = linear(fields["teacher"], frozen["head"]) if "teacher" in fields else None
-        drafted = logits(heads, slots, frozen)
-        return slot_losses(drafted, fields["labels"], teacher, slots.confidence)
-
+    on_blocks = functools.partial(_block_values, target={"head": _head(target)})
     heads = {"markov": {"out": params["markov"]["out"]}} if config.markov_rank else {}
     leading = slots.hidden.shape[:2]
     slots, fields = tree.map(lambda x: x.flatten(0, 1), (slots, fields))
     values = map_chunks(on_blocks, heads, slots, fields, chunk_size=config.chunk_blocks)
     return tree.map(lambda x: x.unflatten(0, leading), values)
+
+
+def _block_values(
+    heads: Params, slots: Slots, fields: Batch, target: Params
+) -> tuple[SlotValues, SlotValues]:
+    teacher = linear(fields["teacher"], target["head"]) if "teacher" in fields else None
+    return slot_losses(logits(heads, slots, target), fields["labels"], teacher, slots.confidence)
 
 
 def _check_fields(batch: Batch, config: Config) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from . import backbone, markov
-from .backbone import require
+from .backbone import require, require_size
 
 __all__ = ["Config"]
 
@@ -47,7 +47,7 @@ class Config(backbone.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("vocab_size", "num_anchors"):
-            require(self, name, getattr(self, name) >= 1, "at least 1")
+            require_size(self, name)
         for name in ("markov_rank", "ce_alpha", "l1_alpha", "confidence_alpha", "chunk_blocks"):
             require(self, name, 0 <= getattr(self, name) < math.inf, "finite and not negative")
         require(self, "ce_alpha", bool(self.alphas), "positive, or another alpha")

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from numden.models.anchors import (
@@ -39,6 +39,10 @@ def anchored_masks(draw):
     anchors, keep = (torch.tensor([row[i] for row in rows]) for i in (0, 1))
     return mask, anchors, keep
 
+
+GAP = torch.tensor([[True] * 5, [True, True, False, True, True]])
+GAP_CASE = GAP, torch.tensor([[0, 3], [0, 3]]), torch.tensor([[True, True], [True, False]])
+DENSE = torch.ones(3, 9, dtype=torch.bool)
 
 seeds = st.integers(0, 2**40)
 widths = st.integers(1, 15)
@@ -90,6 +94,7 @@ def test_anchors_are_sorted_distinct_candidates(mask, seed, num_anchors):
 
 
 @given(loss_masks(), seeds, widths, st.integers(0, 9))
+@example(DENSE, 0, 3, 4)
 def test_invariant_anchors_padding(mask, seed, num_anchors, padding):
     keys = row_keys(seed, mask)
     padded = torch.nn.functional.pad(mask, (0, padding))
@@ -102,6 +107,7 @@ def test_invariant_anchors_padding(mask, seed, num_anchors, padding):
 
 
 @given(loss_masks(), seeds, widths)
+@example(DENSE, 0, 3)
 def test_invariant_anchors_companions(mask, seed, num_anchors):
     keys = row_keys(seed, mask)
     together = sample_anchors(keys, mask, num_anchors)
@@ -113,6 +119,7 @@ def test_invariant_anchors_companions(mask, seed, num_anchors):
 
 
 @given(loss_masks(), seeds, widths, st.integers(0, 5))
+@example(DENSE, 0, 3, 2)
 def test_nested_anchors_width(mask, seed, num_anchors, more):
     keys = row_keys(seed, mask)
     narrow = sets(*sample_anchors(keys, mask, num_anchors))
@@ -155,6 +162,7 @@ def brute_force_mask(anchors, keep, context_size, block_size, window):
 
 
 @given(anchored_masks(), st.integers(1, 4), st.none() | st.integers(1, 6))
+@example(GAP_CASE, 3, 2)
 def test_equivalent_block_mask_brute_force(case, block_size, window):
     mask, anchors, keep = case
     built = block_mask(anchors, keep, mask.shape[1], block_size, window=window)
@@ -168,6 +176,7 @@ def test_window_of_the_block_mask_by_hand():
 
 
 @given(anchored_masks(), st.integers(1, 5))
+@example(GAP_CASE, 4)
 def test_equivalent_slots_loop(case, block_size):
     mask, anchors, keep = case
     size = mask.shape[1]
