@@ -2,11 +2,15 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as c10d
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
+from numden import dist
 from numden.models import as_module, call, decoder, hf
 from numden.property_tests import laws
 from numden.pure import divide, fold, random, tree
@@ -182,6 +186,21 @@ def test_equivalent_supervised_positions_whole(batch, weighting, chunk_size):
     assert_trees_close(value_and_grad(listed, **options), value_and_grad(batch, **options))
 
 
+@given(batches)
+def test_weightings_are_those_of_row_means(batch):
+    means, counts = [], []
+    for i in range(len(batch["tokens"])):
+        terms = decoder.loss_terms(PARAMS, rows(batch, i), CONFIG)
+        if terms.den:
+            means.append(divide(terms))
+            counts.append(terms.den.double())
+    for weighting, power in (("sample", 0.0), ("square", 0.5), ("token", 1.0)):
+        ratio = divide(decoder.loss_terms(PARAMS, batch, CONFIG, weighting=weighting))
+        weights = [count**power for count in counts]
+        expected = sum(w * m for w, m in zip(weights, means, strict=True)) / max(sum(weights), 1)
+        torch.testing.assert_close(ratio, torch.as_tensor(expected).double(), **CLOSE)
+
+
 def test_head_runs_on_listed_positions_alone():
     batch = some_batch(4, 2, 6)
     fewer = batch | {"supervised": supervised(batch)[:-1]}
@@ -292,6 +311,31 @@ def test_identical_module_pure():
     of_module = tree.map(lambda x: x.grad, dict(module.named_parameters()))
     assert torch.equal(of_module["layers.1.attn.k"], leaves["layers"][1]["attn"]["k"].grad)
     assert torch.equal(of_module["embed"], leaves["embed"].grad)
+
+
+def sharded_grads(config, params, windows):
+    """The gradient of a window on this rank's micro-steps, blocks sharded over ranks."""
+    module = as_module(decoder.apply, params)
+    for layer in module.layers:
+        fully_shard(layer)
+    dist.sum_gradients(fully_shard(module))
+    loss_fn = partial(call, partial(decoder.loss_terms, config=config))
+    mesh = init_device_mesh("cpu", (c10d.get_world_size(),))
+    grads = dist.window_grad(loss_fn, mesh=mesh)(module, windows[c10d.get_rank()]).grads
+    return {name: grad.full_tensor() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_equivalent_fully_shard_whole(tied):
+    config = decoder.Config(**SMALL | {"tie_embeddings": tied})
+    params, batch = some_params(config), some_batch(5, 3, 6)
+    windows = [[rows(batch, 0), rows(batch, 1)], [rows(batch, 2)]]
+    module = as_module(partial(decoder.loss_terms, config=config), params)
+    divide(module(batch)).backward()
+    for grads in dist.run_local(partial(sharded_grads, config, params), 2, windows):
+        for name, param in module.named_parameters():
+            # Gradients of a mean, of size up to about 1.
+            torch.testing.assert_close(grads[name], param.grad, **CLOSE)
 
 
 def steps_of(tokens, sizes, *, cache):

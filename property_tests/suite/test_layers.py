@@ -94,8 +94,8 @@ def test_attention_composes_with_transforms():
     grad = torch.func.grad(whole)(q)
     with sdpa_kernel(SDPBackend.MATH):
         per_row = torch.func.vmap(torch.func.grad(energy))(q, k, v)
-        _, slope = torch.func.jvp(whole, (q,), (q,))
-        _, curvature = torch.func.jvp(torch.func.grad(whole), (q,), (torch.zeros_like(q),))
+        slope = torch.func.jvp(whole, (q,), (q,))[1]
+        curvature = torch.func.jvp(torch.func.grad(whole), (q,), (0 * q,))[1]
     torch.testing.assert_close(per_row, grad, **CLOSE)
     torch.testing.assert_close(slope, (grad * q).sum(), **CLOSE)
     assert not curvature.any()
