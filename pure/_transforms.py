@@ -9,6 +9,7 @@ from torch import nn
 from . import tree
 from ._carry import WindowGrad
 from ._finish import ratios
+from ._status import EmptyWindowError
 from ._sums import Sums, evaluate
 from .objective import Objective
 from .terms import LossFn, add
@@ -28,7 +29,9 @@ def sums_of_window(loss_fn: LossFn, params: Any, window: Iterable[Any]) -> Sums:
         sums = evaluate(loss_fn, params, batch)
         total = sums if total is None else add(total, sums)
     if total is None:
-        raise ValueError("window: inside torch.func a window needs a batch to know its terms.")
+        raise EmptyWindowError(
+            "window: inside torch.func a window needs a batch to know its terms, got none."
+        )
     return total
 
 
@@ -36,10 +39,18 @@ def refuse_sharded(params: Any) -> None:
     """Refuse what torch.func would differentiate wrongly without a word.
 
     Raises:
-        TypeError: ``params`` holds sharded tensors; the message says where.
+        TypeError: ``params`` is an FSDP2 module, or holds sharded tensors; the message says where.
     """
-    named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
-    for name, leaf in zip(tree.names(named, "params"), tree.leaves(named), strict=True):
+    if isinstance(params, nn.Module):
+        # While an FSDP2 module's parameters are gathered, they are no DTensors.
+        if any(hasattr(part, "set_requires_gradient_sync") for part in params.modules()):
+            raise TypeError(
+                f"window: inside torch.func params may not be an FSDP2 module, got a "
+                f"{type(params).__name__}, whose gradients would be local to its rank. Call the "
+                "window outside of transforms."
+            )
+        return
+    for name, leaf in zip(tree.names(params, "params"), tree.leaves(params), strict=True):
         if type(_unwrapped(leaf)).__name__ == "DTensor":
             raise TypeError(
                 f"window: {name} is a DTensor, whose gradient under torch.func is local to "
@@ -59,8 +70,7 @@ def _refuse_modules(params: Any) -> None:
     if isinstance(params, nn.Module):
         raise TypeError(
             f"window: inside torch.func params must be a pytree of tensors, got a "
-            f"{type(params).__name__}. Use torch.func.functional_call with a dict of parameters; "
-            "an FSDP2 module would give local gradients here, so call it outside of transforms."
+            f"{type(params).__name__}. Use torch.func.functional_call with a dict of parameters."
         )
 
 
@@ -72,8 +82,8 @@ def grad_of_sums(
     No value is read, so that it works under ``vmap``: an empty window gives what the objective
     makes of zeros.
     """
-    _refuse_modules(params)
     refuse_sharded(params)
+    _refuse_modules(params)
 
     def loss_and_sums(params: Any) -> Any:
         sums = sums_of_window(loss_fn, params, window)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from window_cases import (
@@ -168,6 +168,7 @@ def test_donate_reuses_the_memory_of_the_gradients(plan):
     assert [leaf.data_ptr() for leaf in tree.leaves(finish(carry).grads)] == memory
 
 
+@settings(max_examples=max(6, settings.default.max_examples // 5))
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5))
 def test_gradient_of_a_prefix_of_the_window(sizes):
     """A carry can be finished at any time: it is the gradient of what it has seen."""
