@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as c10d
 
 from .. import pure
@@ -103,7 +104,10 @@ def empty_window(spec: Spec, params: Any, collectives: WindowCollectives) -> Win
     )
     carry = init(replace(spec, plan="after"), attach(params))
     if like is not None:
-        totals = tree.map(lambda leaf: leaf.to(collectives.device), unpack(received[-1], like))
+        sums, faults = tree.map(
+            lambda leaf: leaf.to(collectives.device), unpack(received[-1], like)
+        )
+        totals = sums, torch.cat([faults, torch.ones_like(faults[:1])])  # one more, to hear reports
         carry = carry._replace(totals=totals, known=_known(spec, received, totals))
     return finish(replace(spec, reduction=told), carry)
 

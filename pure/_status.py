@@ -95,7 +95,13 @@ def check(
     dens, faults, local, finite, misfit, apart = (
         [next(read) for _ in range(part.numel())] for part in parts
     )
-    _check_faults(faults, local, terms, reports)
+    unfit = None
+    if misfit[0] > _FITS:
+        unfit = (
+            f"plan {plan!r}: at these totals the cotangent of the objective has a direction that "
+            f"made-up totals did not show (relative remainder {misfit[0]:.3g}). Use plan='replay'."
+        )
+    _check_faults(faults, local, terms, reports, unfit)
     empty = _empty_dens(dens, terms)
     if empty and on_empty == "raise":
         raise EmptyWindowError(
@@ -113,11 +119,8 @@ def check(
             "window: the dens that loss_fn returned do not sum to those that den_fn counted "
             f"(relative difference {apart[0]:.3g}). Let both use one mask."
         )
-    if misfit[0] > _FITS:
-        raise PlanError(
-            f"plan {plan!r}: at these totals the cotangent of the objective has a direction that "
-            f"made-up totals did not show (relative remainder {misfit[0]:.3g}). Use plan='replay'."
-        )
+    if unfit:
+        raise PlanError(unfit)
 
 
 def require_repeated(apart: Tensor) -> None:
@@ -138,6 +141,7 @@ def _check_faults(
     local: list[float],
     terms: LossTerms,
     reports: Callable[[str | None], Sequence[tuple[int | None, str | None]]],
+    unfit: str | None,
 ) -> None:
     if not any(faults):
         return
@@ -151,9 +155,11 @@ def _check_faults(
         for text, step in zip(said, local, strict=False)
         if step >= 0
     ]
-    found = reports("; ".join(own) or None)
-    if not any(said for _, said in found):
-        return  # a rank asked for the others' reports without a fault of its own
+    found = reports("; ".join(own) or unfit)
+    if not any(faults[: len(said)]):  # a rank without micro-steps asked what the others know
+        if heard := [text for _, text in found if text]:
+            raise PlanError(heard[0])
+        return
     text = "; ".join(
         f"{said}{'' if rank is None else f' on rank {rank}'}" for rank, said in found if said
     )
