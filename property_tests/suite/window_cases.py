@@ -51,6 +51,11 @@ def parts(params, rows):
     return r**2, 0.5 * r * rows["y"], (rows["x"] * params["w"]).sum(1), r * (params["b"] + 1)
 
 
+def one_hot(rows):
+    """``[n, C]``; torch's own reads its argument on the host."""
+    return (rows["group"][:, None] == torch.arange(NUM_CLASSES)).double()
+
+
 # --- one den -------------------------------------------------------------------------------------
 
 
@@ -82,8 +87,7 @@ def squared_ratio(totals):
 
 def vector_terms(params, rows):
     """A loss per class, all over the number of rows: a num ``[C]`` over a den ``[]``."""
-    one_hot = torch.nn.functional.one_hot(rows["group"], NUM_CLASSES).to(rows["x"])
-    return LossTerms(residuals(params, rows) ** 2 @ one_hot, num_rows(rows))
+    return LossTerms(residuals(params, rows) ** 2 @ one_hot(rows), num_rows(rows))
 
 
 def vector_whole(params, rows):
@@ -112,8 +116,7 @@ def own_whole(params, rows):
 
 def class_terms(params, rows):
     """A mean per class: a num ``[C]`` over a den ``[C]``."""
-    one_hot = torch.nn.functional.one_hot(rows["group"], NUM_CLASSES).to(rows["x"])
-    return LossTerms(residuals(params, rows) ** 2 @ one_hot, one_hot.sum(0))
+    return LossTerms(residuals(params, rows) ** 2 @ one_hot(rows), one_hot(rows).sum(0))
 
 
 def class_whole(params, rows):
@@ -147,8 +150,8 @@ def dspine_whole(params, rows):
 def balance_terms(params, rows):
     """Router probabilities S and counts N of the experts, ``[E]`` each, over the rows."""
     scores = rows["x"] * params["w"] + params["b"]
-    chosen = torch.nn.functional.one_hot(rows["group"], NUM_CLASSES).to(scores)
-    return LossTerms({"scores": scores.sum(0), "counts": TOP_K * chosen.sum(0)}, num_rows(rows))
+    counts = TOP_K * one_hot(rows).sum(0)
+    return LossTerms({"scores": scores.sum(0), "counts": counts}, num_rows(rows))
 
 
 def balance(totals):
@@ -158,7 +161,7 @@ def balance(totals):
 
 def balance_whole(params, rows):
     scores = (rows["x"] * params["w"] + params["b"]).mean(0)
-    counts = torch.bincount(rows["group"], minlength=NUM_CLASSES) / num_rows(rows)
+    counts = torch.bincount(rows["group"], minlength=NUM_CLASSES).double() / num_rows(rows)
     return ALPHA * NUM_CLASSES * (counts * scores).sum()
 
 
