@@ -203,6 +203,14 @@ def apply(
     Returns:
         ``[B, N, Q, H]``.
 
+    Examples:
+        >>> config = Config(hidden_size=8, intermediate_size=12, num_heads=2, num_kv_heads=1,
+        ...                 head_dim=4, num_target_layers=3)
+        >>> anchors, keep = torch.tensor([[2, 4]]), torch.tensor([[True, True]])
+        >>> params, slots = init(config, random.key(0)), torch.ones(1, 2, 16, 8)
+        >>> apply(params, torch.ones(1, 6, 24), slots, anchors, keep, config).shape
+        torch.Size([1, 2, 16, 8])
+
     References:
         DFlash, as trained in SpecForge (sgl-project/SpecForge).
     """

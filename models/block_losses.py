@@ -129,6 +129,13 @@ def slot_metrics(
 
     Returns:
         ``LossTerms`` by name; those that need a teacher or a confidence head only with it.
+
+    Examples:
+        >>> logits, labels = torch.zeros(1, 2, 5), torch.tensor([[0, 3]])
+        >>> losses, measures = slot_losses(logits, labels, teacher_logits=logits)
+        >>> metrics = slot_metrics(losses, measures, torch.tensor([[True, True]]), None)
+        >>> metrics["teacher_agreement"]
+        LossTerms(num=tensor(2., dtype=torch.float64), den=tensor(2., dtype=torch.float64))
     """
     values = {name: value.detach().double() for name, value in (losses | measures).items()}
     weights, count = slot_weights(supervised, decay_gamma), supervised.double()

@@ -94,6 +94,12 @@ def greedy(target: Target, prompt: Tensor, num_tokens: int) -> Tensor:
 
     Returns:
         int64 ``[num_tokens]``.
+
+    Examples:
+        >>> scores = 2 * torch.eye(10).roll(1, dims=1)  # t is followed by t + 1
+        >>> counter = Target(lambda: None, lambda t, _: (scores[t], t[..., None], None), print)
+        >>> greedy(counter, torch.tensor([7]), 4)
+        tensor([8, 9, 0, 1])
     """
     tokens = prompt[:0]
     state, following = target.init(), prompt
@@ -122,6 +128,13 @@ def speculative_greedy(
 
     Returns:
         The tokens, and how many of each draft were kept.
+
+    Examples:
+        >>> scores = 2 * torch.eye(10).roll(1, dims=1)  # t is followed by t + 1
+        >>> target = Target(lambda: 0, lambda t, _: (scores[t], t[..., None], 0), lambda s, n: s)
+        >>> drafter = lambda captured, token: torch.stack([token + 1, token + 3], -1)
+        >>> speculative_greedy(target, drafter, torch.tensor([1]), 5)
+        Decoded(tokens=tensor([2, 3, 4, 5, 6]), accepted=[1, 1])
 
     References:
         Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.

@@ -200,6 +200,13 @@ def den(batch: Batch, config: Config) -> Tensor:
 
     Returns:
         A float64 scalar.
+
+    Examples:
+        >>> config = Config(vocab_size=9, mask_token_id=8, hidden_size=8, intermediate_size=12,
+        ...                 num_heads=2, num_kv_heads=1, head_dim=4, num_target_layers=3)
+        >>> batch = {"loss_mask": torch.ones(1, 4), "key": random.key(0)[None]}
+        >>> den(prepare(batch, config), config)
+        tensor(6., dtype=torch.float64)
     """
     return slot_weights(_supervised(batch, config), config.decay_gamma).sum()
 
@@ -235,6 +242,17 @@ def loss_terms(
 
     Raises:
         ValueError: the batch lacks fields; the message names them.
+
+    Examples:
+        >>> config = Config(vocab_size=9, mask_token_id=8, hidden_size=8, intermediate_size=12,
+        ...                 num_heads=2, num_kv_heads=1, head_dim=4, num_target_layers=3)
+        >>> row = {"tokens": torch.tensor([[3, 1, 4, 1]]), "loss_mask": torch.ones(1, 4)}
+        >>> states = {"captured": torch.ones(1, 4, 24), "final": torch.ones(1, 4, 8)}
+        >>> batch = prepare(row | states | {"key": random.key(0)[None]}, config)
+        >>> params, target = init(config, random.key(1)), {"embed": torch.zeros(9, 8)}
+        >>> terms, metrics = loss_terms(params, batch, config, target)
+        >>> terms.num["ce"], terms.den  # six labels behind three anchors, ln 9 each
+        (tensor(13.1833, dtype=torch.float64), tensor(6., dtype=torch.float64))
     """
     _check_fields(batch, config)
     anchors, size = batch["anchors"], config.block_size

@@ -41,6 +41,15 @@ def draft(params: Any, captured: Tensor, token: Tensor, config: Config, target: 
 
     Returns:
         Tokens for positions ``a + 1`` to ``a + Q``.
+
+    Examples:
+        >>> from numden.models.dspark import init
+        >>> from numden.pure import random
+        >>> config = Config(vocab_size=9, mask_token_id=8, hidden_size=8, intermediate_size=12,
+        ...                 num_heads=2, num_kv_heads=1, head_dim=4, num_target_layers=3)
+        >>> params, target = init(config, random.key(0)), {"embed": torch.zeros(9, 8)}
+        >>> draft(params, torch.ones(1, 5, 24), torch.tensor([3]), config, target).tokens
+        tensor([[0, 0, 0, 0, 0, 0, 0]])
     """
     num_rows, anchor = captured.shape[:2]
     anchors = torch.full((num_rows, 1), anchor, device=token.device)

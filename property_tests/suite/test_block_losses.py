@@ -63,13 +63,9 @@ def test_known_loss_terms(which, ce, l1, confidence, num, den):
 def test_known_mean_of_row_means_is_another_number():
     losses, _, supervised = known_case()
     objective = dspark.objective(make_config())
-    means = [
-        objective(
-            slot_terms({k: v[i : i + 1] for k, v in losses.items()}, supervised[i : i + 1], None)
-        )
-        for i in (0, 1)
-    ]
-    assert (sum(means) / 2).item() == pytest.approx(2.365024, abs=1e-6)
+    rows = [({k: v[i] for k, v in losses.items()}, supervised[i]) for i in (0, 1)]
+    means = [objective(slot_terms(*row, None)).item() for row in rows]
+    assert sum(means) / 2 == pytest.approx(2.365024, abs=1e-6)
 
 
 def test_known_metrics():
@@ -149,8 +145,8 @@ def test_slots_that_do_not_count_add_exact_zeros():
     values = torch.tensor([[2.0, math.inf, math.nan]], requires_grad=True)
     terms = slot_terms({"ce": values}, alive, None)
     assert terms.num["ce"].item() == 2
-    terms.num["ce"].backward()
-    assert values.grad.tolist() == [[1, 0, 0]]
+    (grad,) = torch.autograd.grad(terms.num["ce"], values)
+    assert grad.tolist() == [[1, 0, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
