@@ -10,7 +10,7 @@ from ..pure import tree
 from ..pure.terms import LossFn, LossTerms, split_metrics
 from .violation import check_equal
 
-__all__ = ["WindowGradFn", "WorldGradFn", "homogeneity", "split_invariance"]
+__all__ = ["WindowGradFn", "WorldGradFn", "homogeneity", "results", "split_invariance"]
 
 WindowGradFn = Callable[[Any, Iterable[Any]], Sequence[Any]]
 """``(params, window) -> (loss, grads, …)``, as ``window_grad(loss_fn)`` returns it."""
@@ -56,9 +56,9 @@ def homogeneity(
         >>> window = [torch.tensor([8.0]), torch.tensor([2.0, 2.0, 2.0])]
         >>> homogeneity(window_grad, loss_fn, torch.tensor(1.0), window)
     """
-    as_is = _results(grad_of(loss_fn)(params, window))
-    both = _results(grad_of(_scaled(loss_fn, factor, factor))(params, window))
-    only_den = _results(grad_of(_scaled(loss_fn, 1.0, factor))(params, window))
+    as_is = results(grad_of(loss_fn)(params, window))
+    both = results(grad_of(_scaled(loss_fn, factor, factor))(params, window))
+    only_den = results(grad_of(_scaled(loss_fn, 1.0, factor))(params, window))
     cause = (
         "a division that is missing, or done twice: by the number of micro-steps or ranks, or by "
         "a count where the sums are divided already. Divide once, by the total den."
@@ -108,7 +108,7 @@ def split_invariance(
         Usual cause: ...
     """
     first, *others = worlds
-    expected = _results(world_grad(params, first))
+    expected = results(world_grad(params, first))
     for world in others:
         steps = [len(window) for window in world]
         check_equal(
@@ -118,13 +118,14 @@ def split_invariance(
             "ranks, or a local count. Sum nums and dens over all micro-steps and ranks, then "
             "divide once.",
             expected,
-            _results(world_grad(params, world)),
+            results(world_grad(params, world)),
             exact=exact,
             rtol=rtol,
         )
 
 
-def _results(result: Sequence[Any]) -> dict[str, Tensor]:
+def results(result: Sequence[Any]) -> dict[str, Tensor]:
+    """The loss and the gradients by name."""
     loss, grads = result[:2]
     named = zip(tree.names(grads, "grads"), tree.leaves(grads), strict=True)
     return {"loss": torch.as_tensor(loss)} | dict(named)

@@ -6,11 +6,11 @@ from functools import reduce
 from threading import Barrier, BrokenBarrierError
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..pure import Reduction, add, tree
-from ._window_laws import WindowGradFn, WorldGradFn
+from ._window_laws import WindowGradFn, WorldGradFn, results
+from .violation import check_equal
 
 __all__ = ["on_simulated_ranks", "over_ranks"]
 
@@ -27,7 +27,11 @@ def over_ranks(grad_of: Callable[[Reduction], WindowGradFn]) -> WorldGradFn:
         ``(params, windows by rank) -> WindowGrad``: the result of rank 0, after all ranks were
         found to have the same loss and gradients, bit by bit.
 
+    Raises:
+        LawViolation: by the result, when a rank has another loss or gradient than rank 0.
+
     Examples:
+        >>> import torch
         >>> from numden.pure import LossTerms, window_grad
         >>> def loss_fn(w, x):
         ...     return LossTerms((w * x).sum(), x.numel())
@@ -41,12 +45,17 @@ def over_ranks(grad_of: Callable[[Reduction], WindowGradFn]) -> WorldGradFn:
         def on_rank(reduction: Reduction, window: Sequence[Any]) -> Any:
             return grad_of(reduction)(params, window)
 
-        results = on_simulated_ranks(on_rank, windows)
-        for rank, result in enumerate(results):
-            pairs = zip(tree.leaves(results[0][:2]), tree.leaves(result[:2]), strict=True)
-            if not all(torch.equal(a, b) for a, b in pairs):
-                raise AssertionError(f"over_ranks: rank {rank} has another result than rank 0.")
-        return results[0]
+        first, *others = on_simulated_ranks(on_rank, windows)
+        for rank, other in enumerate(others, start=1):
+            check_equal(
+                "over_ranks",
+                f"rank {rank} must have the loss and the gradients of rank 0.",
+                "a result made of local sums, after those of all ranks were known.",
+                results(first),
+                results(other),
+                exact=True,
+            )
+        return first
 
     return world_grad
 

@@ -13,6 +13,7 @@ from hypothesis.strategies import SearchStrategy
 
 from numden.models import decoder, dspark
 from numden.property_tests import laws, over_ranks
+from numden.property_tests._window_laws import results
 from numden.property_tests.rows import join_rows, num_rows, take_rows
 from numden.property_tests.strategies import dyadic_tensors, token_batches, windows, worlds
 from numden.property_tests.violation import check_equal
@@ -324,6 +325,6 @@ def test_equivalent_window_grad_whole_batch(loss, data):
     grads = torch.autograd.grad(value, leaves, materialize_grads=True)
     check_equal(
         *("window_grad", "must equal autograd on the whole batch.", "the plan."),
-        {"loss": value.detach()} | dict(enumerate(grads)),
-        {"loss": got.loss} | dict(enumerate(tree.leaves(got.grads))),
+        results((value.detach(), tree.unflatten(structure, list(grads)))),
+        results(got),
     )

@@ -35,7 +35,7 @@ def public_names(module):
     aliases = [
         alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
     ]
-    return [alias.asname for alias in aliases if alias.asname == alias.name]
+    return [alias.name for alias in aliases if alias.asname == alias.name]
 
 
 def imports(path):
