@@ -24,6 +24,9 @@ def sum_of_squares(leaves: list[Tensor]) -> Tensor:
     Returns:
         A float64 scalar, the same on all ranks.
 
+    Raises:
+        ValueError: a leaf is partial: its ranks hold addends, whose squares do not add up.
+
     Examples:
         >>> sum_of_squares([torch.tensor([3.0, 4.0])])
         tensor(25., dtype=torch.float64)
@@ -44,5 +47,11 @@ def _cut_over(leaf: Tensor) -> tuple[c10d.ProcessGroup, ...]:
     """The groups over whose ranks the elements of a leaf are spread."""
     if not isinstance(leaf, DTensor):
         return ()
-    dims = range(leaf.device_mesh.ndim)
-    return tuple(leaf.device_mesh.get_group(d) for d in dims if leaf.placements[d].is_shard())
+    if any(placement.is_partial() for placement in leaf.placements):
+        raise ValueError(
+            f"sum_of_squares: gradients must be reduced, got placements {leaf.placements}. "
+            "Redistribute Partial to Replicate or Shard first."
+        )
+    # What is not a replica is a shard, of which DTensor has several kinds.
+    cut = [dim for dim, each in enumerate(leaf.placements) if not each.is_replicate()]
+    return tuple(leaf.device_mesh.get_group(dim) for dim in cut)

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch.distributed as c10d
-from torch import nn
+from torch import Tensor, nn
 
-from ..pure import WindowGrad, tree
+from ..pure import WindowGrad
 from ..pure.optim import Optimizer, global_norm
 from .norm import sum_of_squares
 
@@ -39,8 +41,9 @@ class Record(NamedTuple):
         step: the number of windows so far.
         loss: the objective of the window, over all ranks.
         grad_norm: the global norm of its gradient, before clipping.
-        tokens_per_second: tokens of this rank's windows since the last record, over the time.
-        metrics: total metrics, those that are scalars.
+        tokens_per_second: what the ``tokens`` of this rank's batches hold, padding counted, over
+            the time since the last record; 0 where batches are no dicts with ``tokens``.
+        metrics: the ratios of the total metrics, those that are scalars.
     """
 
     step: int
@@ -136,7 +139,8 @@ def fit(
         step: from ``train_step``.
         state: from ``init_state``.
         windows: this rank's windows, each a list of micro-batches.
-        num_windows: stop after as many; at the end of ``windows`` where not given.
+        num_windows: stop after as many, without asking ``windows`` for one more; where not given,
+            at the end of ``windows``, which must then come on all ranks at once.
         log_every: windows from record to record; the last window has one too.
         on_record: called with each record, on each rank.
         progress: show a bar on rank 0, if rich is installed.
@@ -145,33 +149,30 @@ def fit(
     Returns:
         The state after the last window, and the records.
     """
-    records, tokens, since = [], 0, time.perf_counter()
-    with _bar(label, num_windows, progress) as advance:
-        for window, last in _until(windows, num_windows):
+    records: list[Record] = []
+    result, tokens, since = None, 0, time.perf_counter()
+    with _bar(label, num_windows, progress) as bar:
+
+        def record(result: WindowGrad) -> None:
+            nonlocal tokens, since
+            said = _record(state.step, result)  # reads the device, which ends what is timed
+            rate = tokens / (time.perf_counter() - since)
+            records.append(said._replace(tokens_per_second=rate))
+            bar(said=_said(records[-1]))
+            if on_record:
+                on_record(records[-1])
+            tokens, since = 0, time.perf_counter()
+
+        for window in islice(windows, num_windows):
+            result = None  # or its gradients would live through the next window
             state, result = step(state, window)
             tokens += sum(_num_tokens(batch) for batch in window)
-            if last or state.step % log_every == 0:
-                now = time.perf_counter()
-                records.append(_record(state.step, result, tokens / (now - since)))
-                tokens, since = 0, time.perf_counter()
-                if on_record:
-                    on_record(records[-1])
-            advance(records[-1] if records else None)
+            if state.step % log_every == 0:
+                record(result)
+            bar(advance=1)
+        if result is not None and not (records and records[-1].step == state.step):
+            record(result)
     return state, records
-
-
-def _until(windows: Iterable[Any], num_windows: int | None) -> Iterator[tuple[Any, bool]]:
-    """The first ``num_windows`` windows, and whether each is the last."""
-    if num_windows == 0:
-        return
-    iterator = iter(windows)
-    window = next(iterator, None)
-    count = 0
-    while window is not None:
-        count += 1
-        following = next(iterator, None) if count != num_windows else None
-        yield window, following is None
-        window = following
 
 
 def _num_tokens(batch: Any) -> int:
@@ -179,22 +180,22 @@ def _num_tokens(batch: Any) -> int:
     return 0 if tokens is None else tokens.numel()
 
 
-def _record(step: int, result: WindowGrad, tokens_per_second: float) -> Record:
+def _record(step: int, result: WindowGrad) -> Record:
     norm = float(global_norm(result.grads, sum_squares=sum_of_squares))
     scalars = {
         name: float(value)
         for name, value in result.metrics.items()
-        if len(tree.leaves(value)) == 1 and value.dim() == 0
+        if isinstance(value, Tensor) and value.dim() == 0
     }
-    return Record(step, float(result.loss), norm, tokens_per_second, scalars)
+    return Record(step, float(result.loss), norm, 0.0, scalars)
 
 
 @contextmanager
-def _bar(label: str, total: int | None, show: bool) -> Iterator[Callable[[Record | None], None]]:
-    """A progress bar with an estimate of the time left; a function that advances it by one."""
+def _bar(label: str, total: int | None, show: bool) -> Iterator[Callable[..., None]]:
+    """A progress bar with an estimate of the time left; what updates ``advance`` or ``said``."""
     rank = c10d.get_rank() if c10d.is_initialized() else 0
     if not show or rank or not find_spec("rich"):
-        yield lambda record: None
+        yield lambda **fields: None
         return
     from rich import progress
 
@@ -208,18 +209,11 @@ def _bar(label: str, total: int | None, show: bool) -> Iterator[Callable[[Record
         progress.TextColumn("{task.fields[said]}"),
     )
     with progress.Progress(*columns) as bar:
-        task = bar.add_task(label, total=total, said="")
-
-        def advance(record: Record | None) -> None:
-            bar.update(task, advance=1, said=_said(record))
-
-        yield advance
+        yield partial(bar.update, bar.add_task(label, total=total, said=""))
 
 
-def _said(record: Record | None) -> str:
-    if record is None:
-        return ""
+def _said(record: Record) -> str:
     return (
         f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  "
-        f"{record.tokens_per_second:,.0f} tok/s"
+        f"{record.tokens_per_second:,.0f} tok/s a rank"
     )
