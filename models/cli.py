@@ -5,7 +5,8 @@ This is the one file of the models that knows about ranks: it decides what runs 
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,8 +21,9 @@ from .. import dist, pure
 from ..dist import Record
 from ..pure import WindowGrad, optim, tree
 from . import dspark, job
+from ._extras import require
 from .decoder import Config
-from .job import Corpus
+from .job_rows import Corpus, read_corpus
 from .module import as_module, as_params
 from .receipt import receipt
 from .report import Report, print_report, write_report
@@ -38,6 +40,8 @@ app = typer.Typer(
 )
 console = Console()
 
+_WEEK = 7 * 24 * 3600.0
+
 
 @app.callback()
 def numden() -> None:
@@ -48,16 +52,28 @@ def numden() -> None:
 def train(
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="A YAML or TOML file; its keys are strict."),
+        typer.Option(
+            "--config",
+            "-c",
+            help="A YAML or TOML file; its keys are strict.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the figures and the plot go.")] = Path(
-        "runs/demo"
-    ),
-    ranks: Annotated[int | None, typer.Option(help="Ranks on this machine [default: 2].")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of every draw [default: 0].")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Where the figures and the plot go.", file_okay=False)
+    ] = Path("runs/demo"),
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks on this machine, short for --set run.ranks=.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of every draw, short for --set run.seed=.")
+    ] = None,
     override: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A key of the file, such as drafter.num_windows=20."),
+        typer.Option(
+            "--set", help="A key of the file, such as drafter.num_windows=20.", metavar="KEY=VALUE"
+        ),
     ] = None,
 ) -> None:
     """Train a target decoder and a DSpark drafter, decode with both, and check the gradient.
@@ -66,25 +82,56 @@ def train(
     torchrun it runs on torchrun's ranks. In the end it prints, and writes to the output folder, how
     many drafted tokens the target accepts, and how far the gradient of one window is from the
     whole batch's when the window is cut into micro-steps and ranks.
+
+    The keys of the file are documented in numden.models.train_config.
     """
-    settings = load_config(config) if config else TrainConfig()
-    short = {"run.ranks": ranks, "run.seed": seed}
-    overrides = [f"{name}={value}" for name, value in short.items() if value is not None]
-    settings = with_overrides(settings, [*overrides, *(override or [])])
+    with _one_line_errors():
+        require("matplotlib", "numden train")  # now, not when all is trained
+        settings = load_config(config) if config else TrainConfig()
+        short = {"run.ranks": ranks, "run.seed": seed}
+        flags = [f"{name}={value}" for name, value in short.items() if value is not None]
+        setup = _set_up(with_overrides(settings, [*flags, *(override or [])]))
+        out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # a rank is one thread
-    with _Ranks(settings.run.ranks) as on_ranks:
-        report = _run(settings, on_ranks)
+    with _Ranks(setup.config.run.ranks) as on_ranks:
+        report = _run(setup, on_ranks)
         if on_ranks.is_first:
             print_report(report, console)
             write_report(report, out)
             console.print(f"\nFigures and plot: [bold]{out}[/]")
 
 
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What is wrong with the configuration, or the files that it names, ends in one line."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError) as error:
+        typer.echo(f"numden train: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+class _Setup(NamedTuple):
+    """What all steps of the command work with."""
+
+    config: TrainConfig
+    corpus: Corpus
+    shape: Config
+    drafter: dspark.Config
+
+
+def _set_up(config: TrainConfig) -> _Setup:
+    corpus = read_corpus(config)
+    shape = job.target_config(config, corpus.tokenizer.vocab_size)
+    drafter = job.drafter_config(config, shape, corpus.tokenizer.special_ids["mask"])
+    return _Setup(config, corpus, shape, drafter)
+
+
 class _Ranks:
     """Runs functions on ranks: forks of this process, or the ranks that torchrun started."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.launched = "TORCHELASTIC_RUN_ID" in os.environ
+        self.launched = c10d.is_torchelastic_launched()
         self.num_ranks = int(os.environ["WORLD_SIZE"]) if self.launched else num_ranks
 
     def __enter__(self) -> "_Ranks":
@@ -97,6 +144,11 @@ class _Ranks:
             c10d.destroy_process_group()
 
     @property
+    def name(self) -> str:
+        """What a run on the ranks is called, beside one without ranks."""
+        return f"{self.num_ranks} ranks" if self.num_ranks > 1 else "1 rank with FSDP2"
+
+    @property
     def is_first(self) -> bool:
         """Whether this process is to print."""
         return not self.launched or c10d.get_rank() == 0
@@ -105,7 +157,7 @@ class _Ranks:
         """``fun(*args)`` on each rank; the results by rank, or under torchrun this rank's alone."""
         if self.launched:
             return [fun(*args)]
-        return dist.run_local(fun, self.num_ranks, *args, timeout=3600)
+        return dist.run_local(fun, self.num_ranks, *args, timeout=_WEEK)
 
 
 class Trained(NamedTuple):
@@ -115,31 +167,31 @@ class Trained(NamedTuple):
     records: list[Record]
 
 
-def _run(config: TrainConfig, on_ranks: _Ranks) -> Report:
-    _say(on_ranks, "Reading text")
-    corpus = job.read_corpus(config)
-    shape = job.target_config(config, corpus.tokenizer.vocab_size)
-    drafter = job.drafter_config(config, shape, corpus.tokenizer.special_ids["mask"])
-    _say(on_ranks, _corpus_text(corpus))
-
-    target = on_ranks(_train_target, config, corpus, shape)[0]
-    by_ranks = on_ranks(_train_drafter, config, corpus, target.params, shape, drafter)[0]
-    alone = _train_drafter_alone(config, corpus, target.params, shape, drafter)
-    _say(on_ranks, "Decoding held-out text with the target alone and with each drafter")
+def _run(setup: _Setup, on_ranks: _Ranks) -> Report:
+    config, drafter = setup.config, setup.drafter
+    _say(on_ranks, _corpus_text(setup.corpus))
+    target = on_ranks(_train_target, setup)[0]
+    if config.drafter.features:
+        _say(on_ranks, f"Writing the target's hidden states to {config.drafter.features}")
+        on_ranks(_save_states, setup, target.params)
+        setup = setup._replace(corpus=job.read_states(config, setup.corpus))
+    by_ranks = on_ranks(_train_drafter, setup, target.params)[0]
+    alone = _train_drafter_alone(setup, target.params)
     drafters = {
         "untrained": job.drafter_init(config, drafter),
         "1 rank": alone.params,
-        f"{on_ranks.num_ranks} ranks": by_ranks.params,
+        on_ranks.name: by_ranks.params,
     }
-    decoded = on_ranks(_decode, config, corpus, target.params, shape, drafters, drafter)
+    _say(on_ranks, "Decoding held-out text with the target alone and with each drafter")
+    decoded = on_ranks(_decode, setup, target.params, drafters)
     _say(on_ranks, "Computing one window's gradient in different ways, in float64")
-    said = _receipt(config, corpus, target.params, shape, drafter, by_ranks.params, on_ranks)
     return Report(
+        config=config,
         target=target.records,
-        drafter={f"{on_ranks.num_ranks} ranks": by_ranks.records, "1 rank": alone.records},
+        drafter={on_ranks.name: by_ranks.records, "1 rank": alone.records},
         decoded=_gathered(decoded),
-        receipt=said,
-        text=corpus.tokenizer.decode,
+        receipt=_receipt(setup, target.params, by_ranks.params, on_ranks),
+        text=setup.corpus.tokenizer.decode,
     )
 
 
@@ -201,38 +253,42 @@ def _fit(
     return state.params, records
 
 
-def _train_target(config: TrainConfig, corpus: Corpus, shape: Config) -> Trained:
+def _train_target(setup: _Setup) -> Trained:
     rank, num_ranks = _rank()
+    config, shape = setup.config, setup.shape
     grad = dist.window_grad(job.target_loss(shape))
     module = _sharded(job.target_init(config, shape))
-    windows = job.target_windows(config, corpus, rank, num_ranks)
+    windows = job.target_windows(config, setup.corpus, rank, num_ranks)
     target = config.target
     label = f"target, {num_ranks} ranks"
     module, records = _fit(config, label, grad, module, windows, target.num_windows, target.lr)
     return Trained(_whole(module), records)
 
 
-def _train_drafter(
-    config: TrainConfig, corpus: Corpus, target: Any, shape: Config, drafter: dspark.Config
-) -> Trained:
+def _save_states(setup: _Setup, target: Any) -> None:
+    job.save_states(*setup, target, *_rank())
+    c10d.barrier()  # before they are read
+
+
+def _train_drafter(setup: _Setup, target: Any) -> Trained:
     """On ranks: an FSDP2 module, its gradients reduced by SUM."""
     rank, num_ranks = _rank()
+    config, drafter = setup.config, setup.drafter
     grad = dist.window_grad(job.drafter_loss(drafter, target), dspark.objective(drafter))
     module = _sharded(job.drafter_init(config, drafter))
-    windows = job.drafter_windows(config, corpus, target, shape, drafter, rank, num_ranks)
+    windows = job.drafter_windows(*setup, target, rank, num_ranks)
     options = config.drafter
     label = f"DSpark, {num_ranks} ranks"
     module, records = _fit(config, label, grad, module, windows, options.num_windows, options.lr)
     return Trained(_whole(module), records)
 
 
-def _train_drafter_alone(
-    config: TrainConfig, corpus: Corpus, target: Any, shape: Config, drafter: dspark.Config
-) -> Trained:
+def _train_drafter_alone(setup: _Setup, target: Any) -> Trained:
     """On one rank: a pytree of params and no process group. The same windows."""
+    config, drafter = setup.config, setup.drafter
     grad = pure.window_grad(job.drafter_loss(drafter, target), dspark.objective(drafter))
     params = tree.map(Tensor.clone, job.drafter_init(config, drafter))
-    windows = job.drafter_windows(config, corpus, target, shape, drafter)
+    windows = job.drafter_windows(*setup, target)
     options = config.drafter
     params, records = _fit(
         config, "DSpark, 1 rank", grad, params, windows, options.num_windows, options.lr
@@ -241,27 +297,18 @@ def _train_drafter_alone(
 
 
 def _decode(
-    config: TrainConfig,
-    corpus: Corpus,
-    target: Any,
-    shape: Config,
-    drafters: dict[str, Any],
-    drafter: dspark.Config,
+    setup: _Setup, target: Any, drafters: dict[str, Any]
 ) -> list[tuple[int, job.Decodings]]:
     """This rank's share of the prompts, each with its number."""
     rank, num_ranks = _rank()
+    config, corpus, shape, drafter = setup
     rows = corpus.held_out[: config.run.prompts]
     numbers = range(rank, len(rows), num_ranks)
+    prompts = [[rows[i].tokens[: config.data.min_length]] for i in numbers]
+    new_tokens = config.run.new_tokens
     decoded = [
-        job.decode(
-            [rows[i].tokens[: config.data.min_length]],
-            target,
-            shape,
-            drafters,
-            drafter,
-            new_tokens=config.run.new_tokens,
-        )
-        for i in numbers
+        job.decode(prompt, target, shape, drafters, drafter, new_tokens=new_tokens)
+        for prompt in prompts
     ]
     return list(zip(numbers, decoded, strict=True))
 
@@ -277,24 +324,17 @@ def _gathered(shares: list[list[tuple[int, job.Decodings]]]) -> list[job.Decodin
 
 
 def _receipt(
-    config: TrainConfig,
-    corpus: Corpus,
-    target: Any,
-    shape: Config,
-    drafter: dspark.Config,
-    params: Any,
-    on_ranks: _Ranks,
+    setup: _Setup, target: Any, params: Any, on_ranks: _Ranks
 ) -> dict[str, dict[str, float]]:
     target, params = tree.map(Tensor.double, (target, params))
-    window = next(job.drafter_windows(config, corpus, target, shape, drafter))
-    loss_fn, objective = job.drafter_loss(drafter, target), dspark.objective(drafter)
+    window = next(job.drafter_windows(*setup, target))
+    loss_fn, objective = job.drafter_loss(setup.drafter, target), dspark.objective(setup.drafter)
     shared = on_ranks(_grad_on_ranks, loss_fn, objective, params, window)[0]
-    name = f"{on_ranks.num_ranks} ranks x ragged"
-    return receipt(loss_fn, objective, params, window, {name: shared})
+    return receipt(loss_fn, objective, params, window, {f"{on_ranks.name} x ragged": shared})
 
 
 def _grad_on_ranks(loss_fn: Any, objective: Any, params: Any, window: list[Any]) -> WindowGrad:
-    """The gradient of a window dealt unevenly: each rank has fewer micro-steps than the last."""
+    """The gradient of a window dealt unevenly: rank r has about r + 1 shares of it."""
     rank, num_ranks = _rank()
     total = num_ranks * (num_ranks + 1) // 2
     bounds = [len(window) * r * (r + 1) // 2 // total for r in range(num_ranks + 1)]

@@ -1,100 +1,62 @@
-"""What ``numden train`` trains: rows of text, a target decoder, a DSpark drafter on its states.
+"""What ``numden train`` trains: a target decoder on rows of text, a DSpark drafter on its states.
 
 Everything here is a function of the configuration; who runs it, on how many ranks, is decided in
 ``cli``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ..pure import LossFn, optim, random, tree
+from ..pure import LossFn, optim, tree
 from . import dspark
-from .corpus import read_conversations, read_texts, stdlib_sources
-from .data import Batch, Row, conversation_rows, text_rows, windows
-from .decoder import Config, hidden_states
+from .data import Batch, windows
+from .decoder import Config, hidden_states, init
 from .decoder import loss_terms as decoder_loss
 from .decoding import Decoded, cached_decoder, greedy, speculative_greedy
 from .dspark_draft import draft
+from .features import load_features, save_features
+from .job_rows import DRAFTER, ORDER, TARGET, Corpus, drafter_rows, stream_key
 from .module import call
-from .tokens import ByteTokenizer, Tokenizer, train_bpe
 from .train_config import TrainConfig
 
 __all__ = [
-    "Corpus",
     "decode",
     "drafter_config",
     "drafter_init",
     "drafter_loss",
     "drafter_windows",
     "one_cycle",
-    "read_corpus",
+    "read_states",
+    "save_states",
+    "states",
     "target_config",
     "target_init",
     "target_loss",
     "target_windows",
-    "with_states",
 ]
 
-# Folded into the seed: one stream of draws for each purpose.
-_CUT, _ORDER, _TARGET, _DRAFTER = range(4)
-
-
-class Corpus(NamedTuple):
-    """Rows to train on, rows that are held out, and the tokenizer that made them."""
-
-    tokenizer: Tokenizer
-    rows: list[Row]
-    held_out: list[Row]
-
-
-def read_corpus(config: TrainConfig) -> Corpus:
-    """Read the text, train a tokenizer on it if one is asked for, and cut it into rows."""
-    data, key = config.data, _key(config, _CUT)
-    if data.files and all(name.endswith(".jsonl") for name in data.files):
-        conversations = read_conversations(data.files)
-        said = (message["content"] for talk in conversations for message in talk)
-        tokenizer = _tokenizer(said, data.vocab_size)
-        rows = conversation_rows(
-            conversations, tokenizer, max_length=data.max_length, on_long="truncate"
-        )
-    else:
-        texts = _texts(data.files, data.max_bytes)
-        tokenizer = _tokenizer(texts, data.vocab_size)
-        lengths = {"min_length": data.min_length, "max_length": data.max_length}
-        rows = text_rows(texts, tokenizer, key=key, **lengths)
-    rows = [row for row in rows if len(row.tokens) >= data.min_length]
-    if len(rows) <= data.held_out:
-        raise ValueError(
-            f"data: there must be more rows than are held out, got {len(rows)} rows and "
-            f"data.held_out={data.held_out}. Give more text, or hold out fewer."
-        )
-    order = random.permutation(key, len(rows)).tolist()
-    shuffled = [rows[i] for i in order]
-    return Corpus(tokenizer, shuffled[data.held_out :], shuffled[: data.held_out])
-
-
-def _texts(files: tuple[str, ...], max_bytes: int) -> list[str]:
-    return read_texts(files) if files else list(stdlib_sources(max_bytes=max_bytes))
-
-
-def _tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    return train_bpe(texts, vocab_size=vocab_size) if vocab_size else ByteTokenizer()
-
-
-def _key(config: TrainConfig, purpose: int) -> Tensor:
-    return random.fold_in(random.key(config.run.seed), purpose)
+_ROWS_PER_FILE = 1024
 
 
 def one_cycle(lr: float, num_windows: int) -> optim.Schedule:
-    """A tenth of the windows up to ``lr``, then a cosine down."""
-    cycle = partial(OneCycleLR, max_lr=lr, total_steps=num_windows + 1, pct_start=0.1)
+    """A tenth of the windows up to ``lr``, then a cosine down to nearly zero.
+
+    Examples:
+        >>> schedule = one_cycle(1.0, 20)
+        >>> [round(schedule(window), 2) for window in (0, 1, 2, 11, 19)]
+        [0.04, 0.52, 1.0, 0.5, 0.01]
+    """
+    up = max(1, num_windows // 10)
+    cycle = partial(OneCycleLR, max_lr=lr, total_steps=num_windows + 1, cycle_momentum=False)
+    # torch puts the peak at pct_start * total_steps - 1.
     return optim.schedule_from_torch(
-        partial(cycle, cycle_momentum=False), lr=lr, num_steps=num_windows
+        partial(cycle, pct_start=(up + 1) / (num_windows + 1)), lr=lr, num_steps=num_windows
     )
 
 
@@ -115,9 +77,7 @@ def target_config(config: TrainConfig, vocab_size: int) -> Config:
 
 def target_init(config: TrainConfig, shape: Config) -> Any:
     """The untrained target."""
-    from .decoder import init
-
-    return init(shape, _key(config, _TARGET))
+    return init(shape, stream_key(config, TARGET))
 
 
 def target_loss(shape: Config) -> LossFn:
@@ -133,7 +93,7 @@ def target_windows(
     tokens = target.tokens_per_micro_step
     stream = windows(
         corpus.rows,
-        key=_key(config, _ORDER),
+        key=stream_key(config, ORDER),
         num_micro_steps=max(1, target.tokens_per_window // tokens),
         num_tokens=tokens,
         rank=rank,
@@ -164,7 +124,7 @@ def drafter_config(config: TrainConfig, shape: Config, mask_token_id: int) -> ds
 
 def drafter_init(config: TrainConfig, shape: dspark.Config) -> Any:
     """The untrained drafter."""
-    return dspark.init(shape, _key(config, _DRAFTER))
+    return dspark.init(shape, stream_key(config, DRAFTER))
 
 
 def drafter_loss(shape: dspark.Config, target: Any) -> LossFn:
@@ -192,35 +152,78 @@ def captured_layers(shape: Config, drafter: dspark.Config) -> tuple[int, ...]:
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
-def with_states(batch: Batch, target: Any, shape: Config, drafter: dspark.Config) -> Batch:
-    """The batch with the frozen target's hidden states, and with anchors."""
+def states(batch: Batch, target: Any, shape: Config, drafter: dspark.Config) -> dict[str, Tensor]:
+    """What a drafter reads of the frozen target.
+
+    Returns:
+        ``captured`` ``[B, S, K * H]``, the outputs of K layers, and ``final`` ``[B, S, H]``, the
+        input of the head.
+    """
+    layers = captured_layers(shape, drafter)
     with torch.no_grad():
-        captured, final = hidden_states(
-            target, batch["tokens"], shape, layers=captured_layers(shape, drafter)
-        )
-    return dspark.prepare({**batch, "captured": captured, "final": final}, drafter)
+        captured, final = hidden_states(target, batch["tokens"], shape, layers=layers)
+    return {"captured": captured, "final": final}
+
+
+def save_states(
+    config: TrainConfig,
+    corpus: Corpus,
+    shape: Config,
+    drafter: dspark.Config,
+    target: Any,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> None:
+    """Write this rank's share of the ``states`` of all rows into ``config.drafter.features``."""
+    paths = _paths(config, corpus)
+    Path(config.drafter.features).mkdir(parents=True, exist_ok=True)
+    features = partial(states, target=target, shape=shape, drafter=drafter)
+    for i in range(rank, len(paths), num_ranks):
+        save_features(paths[i], corpus.rows[i * _ROWS_PER_FILE :][:_ROWS_PER_FILE], features)
+
+
+def read_states(config: TrainConfig, corpus: Corpus) -> Corpus:
+    """The corpus with what ``save_states`` wrote of its rows on all ranks."""
+    return corpus._replace(rows=load_features(*_paths(config, corpus)))
+
+
+def _paths(config: TrainConfig, corpus: Corpus) -> list[Path]:
+    folder, num_files = Path(config.drafter.features), -(-len(corpus.rows) // _ROWS_PER_FILE)
+    return [folder / f"states-{i:05}.safetensors" for i in range(num_files)]
 
 
 def drafter_windows(
     config: TrainConfig,
     corpus: Corpus,
-    target: Any,
     shape: Config,
     drafter: dspark.Config,
+    target: Any,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Iterator[list[Batch]]:
-    """This rank's windows for the drafter, hidden states computed on the fly."""
+    """This rank's windows for the drafter: anchors are drawn, and ``states`` are there.
+
+    The states that a corpus brings are taken as they are; else they are computed.
+    """
     stream = windows(
-        corpus.rows,
-        key=_key(config, _ORDER),
+        drafter_rows(config, corpus.rows),
+        key=stream_key(config, ORDER),
         num_micro_steps=config.drafter.micro_steps,
         num_rows=config.drafter.rows_per_micro_step,
         rank=rank,
         num_ranks=num_ranks,
     )
     for window, _ in stream:
-        yield [with_states(batch, target, shape, drafter) for batch in window]
+        yield [_with_states(batch, target, shape, drafter) for batch in window]
+
+
+def _with_states(batch: Batch, target: Any, shape: Config, drafter: dspark.Config) -> Batch:
+    if "captured" in batch:
+        dtype = target["embed"].dtype
+        found = {name: batch[name].to(dtype) for name in ("captured", "final")}
+    else:
+        found = states(batch, target, shape, drafter)
+    return dspark.prepare(batch | found, drafter)
 
 
 class Decodings(NamedTuple):

@@ -4,7 +4,7 @@ The gradient is computed from the whole batch at once, from micro-steps, and by 
 checked; beside them stands what the mean of the micro-steps' own means would have given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def receipt(
     grad = window_grad(loss_fn, objective)
     whole = grad(params, [whole_batch(window)])
     results = {f"1 rank x {len(window)}": grad(params, window), **others}
-    results["mean of means"] = mean_of_means(grad, params, window)
+    results["mean of means"] = mean_of_means(loss_fn, objective, params, window)
     said = {"1 rank x 1": {"loss": float(whole.loss), "gradient": 0.0}}
     for name, result in results.items():
         distance = apart(result.grads, whole.grads)
@@ -74,12 +74,22 @@ def _stack(parts: list[Tensor]) -> Tensor:
 
 
 def mean_of_means(
-    grad: Callable[[Any, Sequence[Any]], WindowGrad], params: Any, window: Sequence[Any]
+    loss_fn: LossFn, objective: Objective, params: Any, window: Sequence[Any]
 ) -> WindowGrad:
-    """What a loop gives that divides in each micro-step: wrong when they are ragged."""
+    """What a loop gives that divides in each micro-step: wrong when they are ragged.
+
+    A micro-step without anything to learn from counts as a loss of zero.
+
+    Examples:
+        >>> from numden.pure import LossTerms, term_mean
+        >>> ragged = [torch.tensor([1.0]), torch.tensor([3.0, 3.0, 3.0])]
+        >>> loss_fn = lambda w, x: LossTerms((w * x).sum(), x.numel())
+        >>> mean_of_means(loss_fn, term_mean(), torch.tensor(1.0), ragged).grads  # in truth 2.5
+        tensor(2.)
+    """
+    grad = window_grad(loss_fn, objective, on_empty="zero")
     each = [grad(params, [batch]) for batch in window]
-    share = 1 / len(each)
-    grads = tree.map(lambda *leaves: torch.stack(leaves).sum(0) * share, *(r.grads for r in each))
+    grads = tree.map(lambda *leaves: torch.stack(leaves).mean(0), *(r.grads for r in each))
     loss = torch.stack([result.loss for result in each]).mean()
     return each[0]._replace(loss=loss, grads=grads)
 
@@ -91,6 +101,10 @@ def apart(grads: Any, expected: Any) -> float:
         >>> apart({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
         0.25
     """
-    pairs = list(zip(tree.leaves(grads), tree.leaves(expected), strict=True))
-    largest = max(float(want.abs().max()) for _, want in pairs)
-    return max(float((got - want).abs().max()) for got, want in pairs) / largest
+    differences = tree.map(lambda got, want: got - want, grads, expected)
+    return float(_largest(differences) / _largest(expected))
+
+
+def _largest(values: Any) -> Tensor:
+    # Of stacked tensors, whose max is NaN where one is: Python's max may pass over it.
+    return torch.stack([leaf.abs().max() for leaf in tree.leaves(values)]).max()

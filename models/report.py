@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from .decoding import Decoded
 from .job import Decodings
+from .train_config import TrainConfig
 
 __all__ = ["Report", "figures", "print_report", "write_report"]
 
@@ -19,6 +21,7 @@ class Report(NamedTuple):
     """The results of a run.
 
     Attributes:
+        config: how it was made.
         target: records of the target's training.
         drafter: records of the drafter's, by run; the last is the one on one rank.
         decoded: one for each prompt.
@@ -26,6 +29,7 @@ class Report(NamedTuple):
         text: from tokens to text.
     """
 
+    config: TrainConfig
     target: list[Any]
     drafter: dict[str, list[Any]]
     decoded: list[Decodings]
@@ -37,6 +41,7 @@ def figures(report: Report) -> dict[str, Any]:
     """All figures, as plain numbers and texts."""
     names = list(report.decoded[0].by_drafter)
     return {
+        "config": asdict(report.config),
         "target": [record._asdict() for record in report.target],
         "drafter": {run: [r._asdict() for r in rs] for run, rs in report.drafter.items()},
         "final_loss": {run: records[-1].loss for run, records in report.drafter.items()},
@@ -49,16 +54,17 @@ def figures(report: Report) -> dict[str, Any]:
     }
 
 
+def _accepted(report: Report, name: str) -> list[int]:
+    return [n for each in report.decoded for d in each.by_drafter[name] for n in d.accepted]
+
+
 def _accepted_length(report: Report, name: str) -> float:
     """Tokens that a target step gives: those accepted of the draft, and the target's own."""
-    return 1 + fmean(
-        n for each in report.decoded for d in each.by_drafter[name] for n in d.accepted
-    )
+    return Decoded(torch.empty(0), _accepted(report, name)).tau
 
 
 def _counts(report: Report, name: str) -> list[int]:
-    accepted = [n for each in report.decoded for d in each.by_drafter[name] for n in d.accepted]
-    return torch.bincount(torch.tensor(accepted)).tolist()
+    return torch.bincount(torch.tensor(_accepted(report, name), dtype=torch.int64)).tolist()
 
 
 def _num_equal(report: Report, name: str) -> int:
@@ -107,9 +113,9 @@ def _receipt_table(rows: dict[str, dict[str, float]]) -> Table:
 
 
 def _losses_table(losses: dict[str, float]) -> Table:
-    table = Table(title="DSpark after the same windows, float32", title_justify="left")
-    table.add_column("run")
-    table.add_column("final loss", justify="right")
+    table = Table(title="DSpark trained on the same windows", title_justify="left")
+    table.add_column("run, in float32")
+    table.add_column("loss of the last window", justify="right")
     for run, loss in losses.items():
         table.add_row(run, f"{loss:.6f}")
     return table

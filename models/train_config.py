@@ -2,22 +2,41 @@
 
 import dataclasses
 import difflib
+import math
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ._extras import require
+
 __all__ = ["Data", "Drafter", "Run", "Target", "TrainConfig", "load_config", "with_overrides"]
+
+_MAY_BE_ZERO = {"markov_rank", "seed", "vocab_size"}
+
+
+class _Section:
+    """Numbers that are counts, sizes or rates."""
+
+    def __post_init__(self) -> None:
+        section = type(self).__name__.lower()
+        for name, value in vars(self).items():
+            least = int(name not in _MAY_BE_ZERO)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"config: {section}.{name} must be at least {least}, got {value}.")
+            if isinstance(value, float) and not 0 < value < math.inf:
+                raise ValueError(f"config: {section}.{name} must be positive, got {value}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(_Section):
     """What is read and how it is cut.
 
     Attributes:
-        files: globs of text files, or of .jsonl conversations; empty: the sources of Python's
-            standard library.
-        max_bytes: how much of them is read.
+        files: patterns of text files, or of conversations, then all .jsonl; empty: the sources of
+            Python's standard library.
+        max_bytes: how much text is used.
         vocab_size: 0 for bytes, else the size of a byte-pair encoding trained on the text.
         max_length: tokens in the longest row.
         min_length: tokens in the shortest row that is kept.
@@ -28,12 +47,12 @@ class Data:
     max_bytes: int = 2_000_000
     vocab_size: int = 512
     max_length: int = 128
-    min_length: int = 16
+    min_length: int = 8
     held_out: int = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(_Section):
     """The decoder that is trained first, and then drafted for.
 
     Attributes:
@@ -44,7 +63,7 @@ class Target:
         num_windows: optimizer steps.
         tokens_per_window: in a window, over all ranks, padding counted.
         tokens_per_micro_step: the budget that a micro-step fills with rows.
-        lr: peak learning rate, with a warm-up and a cosine to a tenth.
+        lr: peak learning rate, reached after a tenth of the windows, then a cosine to zero.
     """
 
     hidden_size: int = 128
@@ -58,7 +77,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafter:
+class Drafter(_Section):
     """The DSpark drafter; see ``models.dspark.Config``.
 
     Attributes:
@@ -71,7 +90,12 @@ class Drafter:
         num_windows: optimizer steps.
         micro_steps: micro-steps in a window, over all ranks.
         rows_per_micro_step: rows in a micro-step, of ragged lengths.
-        lr: peak learning rate, with a warm-up and a cosine to a tenth.
+        min_answer: the least share of a row of text, from its end, that is trained on, as answers
+            to prompts are; each row draws its own. Conversations say themselves what is.
+        features: a folder for the target's hidden states, which are then computed once for all
+            rows and read into memory (of a width for each layer read, and one more); empty: they
+            are computed for each window.
+        lr: peak learning rate, reached after a tenth of the windows, then a cosine to zero.
     """
 
     block_size: int = 7
@@ -82,12 +106,14 @@ class Drafter:
     decay_gamma: float = 7.0
     num_windows: int = 150
     micro_steps: int = 8
-    rows_per_micro_step: int = 4
+    rows_per_micro_step: int = 2
+    min_answer: float = 0.05
+    features: str = ""
     lr: float = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(_Section):
     """How it runs.
 
     Attributes:
@@ -116,6 +142,20 @@ class TrainConfig:
     drafter: Drafter = field(default_factory=Drafter)
     run: Run = field(default_factory=Run)
 
+    def __post_init__(self) -> None:
+        longest, room = self.data.max_length, self.target.tokens_per_micro_step
+        if longest > room:
+            raise ValueError(
+                "config: target.tokens_per_micro_step must have room for a row of data.max_length, "
+                f"got {room} for {longest}."
+            )
+        depth, read = self.target.num_layers, self.drafter.num_target_layers
+        if read > depth:
+            raise ValueError(
+                "config: drafter.num_target_layers must be at most target.num_layers, got "
+                f"{read} of {depth}."
+            )
+
 
 def load_config(path: Path) -> TrainConfig:
     """Read a configuration; what it does not name keeps its default.
@@ -124,17 +164,29 @@ def load_config(path: Path) -> TrainConfig:
         path: a .toml, .yaml or .yml file with the sections of ``TrainConfig``.
 
     Raises:
-        ValueError: an unknown section or key, or a value of the wrong type; the message names it.
+        ValueError: an unknown section or key, or a value of the wrong type or out of range; the
+            message names it.
     """
-    if path.suffix == ".toml":
-        values = tomllib.loads(path.read_text())
-    elif path.suffix in (".yaml", ".yml"):
-        import yaml
+    return _build(TrainConfig(), _values(path), "")
 
-        values = yaml.safe_load(path.read_text()) or {}
-    else:
-        raise ValueError(f"config: must be a .toml, .yaml or .yml file, got {path.name}.")
-    return _build(TrainConfig(), values, "")
+
+def _values(path: Path) -> Any:
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        if path.suffix in (".yaml", ".yml"):
+            yaml = require("yaml", "numden train")
+            return _parsed(yaml, path.read_text(encoding="utf-8")) or {}
+    except ValueError as error:
+        raise ValueError(f"config: {path} cannot be read: {error}.") from error
+    raise ValueError(f"config: must be a .toml, .yaml or .yml file, got {path.name}.")
+
+
+def _parsed(yaml: Any, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).replace("\n", " ")) from error
 
 
 def with_overrides(config: TrainConfig, overrides: list[str]) -> TrainConfig:
@@ -146,7 +198,7 @@ def with_overrides(config: TrainConfig, overrides: list[str]) -> TrainConfig:
             text.
 
     Raises:
-        ValueError: an unknown name, or a value of the wrong type.
+        ValueError: an unknown name, or a value of the wrong type or out of range.
 
     Examples:
         >>> with_overrides(TrainConfig(), ["run.seed=3"]).run.seed
@@ -156,13 +208,14 @@ def with_overrides(config: TrainConfig, overrides: list[str]) -> TrainConfig:
             ...
         ValueError: config: there is no key 'run.sed'. Did you mean 'run.seed'?
     """
+    values: dict[str, dict[str, Any]] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or "." not in name:
             raise ValueError(f"config: an override is section.key=value, got {override!r}.")
         section, _, key = name.strip().partition(".")
-        config = _build(config, {section: {key: _value(text.strip())}}, "")
-    return config
+        values.setdefault(section, {})[key] = _value(text.strip())
+    return _build(config, values, "")
 
 
 def _value(text: str) -> Any:
@@ -181,7 +234,8 @@ def _build(default: Any, values: Any, place: str) -> Any:
     for key, value in values.items():
         name = f"{place}.{key}" if place else key
         if key not in known:
-            raise ValueError(f"config: there is no key {name!r}.{_hint(key, list(known), place)}")
+            hint = _hint(str(key), list(known), place)
+            raise ValueError(f"config: there is no key {name!r}.{hint}")
         old = known[key]
         changed[key] = (
             _build(old, value, name) if dataclasses.is_dataclass(old) else _cast(old, value, name)
@@ -203,8 +257,10 @@ def _cast(old: Any, value: Any, name: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise ValueError(f"config: {name} must be a list of texts, got {value!r}.")
         return tuple(value)
-    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if isinstance(old, float) and type(value) in (int, str):
+        # A number such as 1e-3 without a point is a text in YAML.
+        with suppress(ValueError):
+            return float(value)
     if type(value) is not type(old):
         raise ValueError(
             f"config: {name} must be {type(old).__name__}, got {value!r} ({type(value).__name__})."
