@@ -145,7 +145,7 @@ def _apart(a: PyTree, b: PyTree) -> Tensor:
     pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
     scaled = [
         ((x - y).abs() / torch.maximum(x.abs(), y.abs()).clamp_min(1e-30)).max()
-        for x, y in ((x, torch.as_tensor(y, dtype=x.dtype, device=x.device)) for x, y in pairs)
+        for x, y in ((x, y.to(x.device, x.dtype, non_blocking=True)) for x, y in pairs)
     ]
     return torch.stack(scaled).max()
 

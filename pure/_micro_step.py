@@ -96,13 +96,16 @@ def _directions(spec: Spec, carry: Carry, sums: Sums) -> tuple[LossTerms, ...]:
         groups = (_cotangent_of_totals(spec.objective, sums, carry.known.totals),)
     if spec.plan == "before":
         groups = (_cotangent_of_dens(spec.objective, sums.terms, carry.known),)
-    return tuple(tree.map(_like, group, sums.terms) for group in groups)
+    return tuple(tree.map(_like, tree.map(_finite, group), sums.terms) for group in groups)
 
 
-def _like(direction: Tensor, total: Tensor) -> Tensor:
+def _finite(direction: Tensor) -> Tensor:
     # What is not finite belongs to an empty term, whose sums 0 would make NaN of it.
-    direction = torch.where(torch.isfinite(direction), direction, 0)
-    return direction.to(total.device, total.dtype, non_blocking=True)
+    return torch.where(torch.isfinite(direction), direction, 0)
+
+
+def _like(value: Tensor, total: Tensor) -> Tensor:
+    return value.to(total.device, total.dtype, non_blocking=True)
 
 
 def _cotangent_of_totals(objective: Objective, sums: Sums, totals: Any) -> LossTerms:
@@ -123,7 +126,8 @@ def _given(batch: Any) -> Any:
 def _cotangent_of_dens(objective: Objective, terms: LossTerms, dens: Any) -> LossTerms:
     _require_like_dens(terms, dens)
     # The nums are not known and play no part, so any will do.
-    nums = tree.map(lambda num, made: _like(made, num), terms.num, made_up(terms, 1).num)
+    nums = tree.map(_like, made_up(terms, 1).num, terms.num)
+    dens = tree.map(_like, dens, terms.den)  # den_fn may have counted on the host
     grads = cotangent(objective, LossTerms(nums, dens))[1]
     return LossTerms(grads.num, tree.zeros_like(grads.den))
 
