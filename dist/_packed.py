@@ -52,7 +52,7 @@ def pack(sums: Any, failed: bool, device: torch.device) -> Packed:
         buffer[1] = 1
     if sums is None or failed:
         return Packed(buffer, buffer[:0])
-    body = torch.cat([leaf.reshape(-1).to(buffer) for leaf in tree.leaves(sums)])
+    body = torch.cat([buffer[:0], *(leaf.reshape(-1).to(buffer) for leaf in tree.leaves(sums))])
     head = [1.0, 0.0, float(len(body))]
     head += [power for piece in _pieces(sums) for power in (piece, piece * piece)]
     buffer[:_HEADER] = torch.tensor(head, dtype=torch.float64).to(device, non_blocking=True)

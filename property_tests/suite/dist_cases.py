@@ -211,3 +211,24 @@ def apart(grads, expected):
     largest = max(value.abs().max() for value in expected.values())
     assert grads.keys() == expected.keys()
     return max(float((grads[k].double() - v).abs().max() / largest) for k, v in expected.items())
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("no backward")
+
+
+def said(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
