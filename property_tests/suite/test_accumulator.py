@@ -29,6 +29,7 @@ from numden.pure import (
     LossTerms,
     NonFiniteLossError,
     PlanError,
+    Reduction,
     TermStructureError,
     accumulator,
     first_pass,
@@ -338,3 +339,41 @@ def test_first_pass_has_no_graph():
     found = first_pass(mean_terms)(params, [ROWS, ROWS])
     assert not any(leaf.requires_grad for leaf in tree.leaves(found))
     assert_close(term_mean()(found.totals[0].terms), window_grad(mean_terms)(params, [ROWS]).loss)
+
+
+# --- when sums are reduced -----------------------------------------------------------------------
+
+
+class Logged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log):
+        ctx.log = log
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append("backward")
+        return grad, None
+
+
+@pytest.mark.parametrize("plan", ["after", "columns", "auto"])
+def test_sums_are_reduced_once_and_before_the_last_backward_pass(plan):
+    """So that their all-reduce is done when the gradients are."""
+    log = []
+
+    def loss_fn(params, rows):
+        terms = mean_terms(params, rows)
+        return LossTerms(Logged.apply(terms.num, log), terms.den)
+
+    def totals(sums):
+        log.append("totals")
+        return lambda: log.append("wait") or sums
+
+    def grads(values):
+        log.append("grads")
+        return values
+
+    step = window_grad(loss_fn, plan=plan, reduction=Reduction(totals, grads))
+    result = step(random_params(), cut(random_rows(16), [5, 3]))
+    assert log == ["backward", "backward", "totals", "backward", "wait", "grads"]
+    assert_same(result, window_grad(mean_terms)(random_params(), cut(random_rows(16), [5, 3])))

@@ -85,8 +85,8 @@ class Watched:
 @some_plans
 @dtypes
 def test_params_batches_and_generators_are_unchanged(case, plan, dtype):
-    params = {name: leaf.requires_grad_() for name, leaf in random_params().items()}
-    params["w"].grad = torch.ones(3, dtype=torch.float64)
+    params = random_params()  # one that requires grad, and one that does not
+    params["w"].requires_grad_().grad = torch.ones(3, dtype=torch.float64)
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     scale.grad = torch.tensor(5.0, dtype=torch.float64)
     window = copy.deepcopy(WINDOW)
@@ -104,6 +104,17 @@ def test_params_batches_and_generators_are_unchanged(case, plan, dtype):
     window_value(loss_fn, case.objective)(params, window)
     watched.assert_unchanged()
     assert_same([params["w"].grad, scale.grad], grads)
+
+
+@some_plans
+def test_graph_that_params_come_from_is_not_followed(case, plan):
+    base = random_params()["w"].requires_grad_()
+    params = {**random_params(), "w": base * 2}
+    result = grad_of(case, plan)(params, WINDOW)
+    detached = {name: leaf.detach() for name, leaf in params.items()}
+    assert_same(result, grad_of(case, plan)(detached, WINDOW))
+    assert base.grad is None
+    (params["w"] ** 2).sum().backward()  # and is still there
 
 
 @pytest.mark.parametrize("plan", ["after", "columns", "replay"])
