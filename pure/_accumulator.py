@@ -17,7 +17,7 @@ import torch
 
 from ._carry import LOCAL, Carry, Reduction, Spec, WindowGrad
 from ._finish import finish
-from ._leaves import attach
+from ._leaves import attach, refuse_reducing
 from ._micro_step import absorb, forward, init
 from ._status import OnEmpty, require_on_empty
 from .objective import Objective, term_mean
@@ -88,6 +88,7 @@ def accumulator(
         return absorb(spec, carry, leaves, forward(loss_fn, leaves, batch), last=last)
 
     def start(params: Any, known: Any = None) -> Carry:
+        refuse_reducing(params)
         return init(spec, attach(params), known)
 
     return Accumulator(start, update, lambda carry: finish(spec, carry))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import tree
 from .tree import PyTree
 
-__all__ = ["Leaves", "attach", "lend_grads", "zero_grads"]
+__all__ = ["Leaves", "attach", "lend_grads", "refuse_reducing", "zero_grads"]
 
 
 class Leaves(NamedTuple):
@@ -50,6 +50,22 @@ def attach(params: PyTree | nn.Module) -> Leaves:
             )
     fresh = [leaf.detach().requires_grad_() for leaf in tensors]
     return Leaves(fresh, tree.unflatten(structure, list(fresh)), structure)
+
+
+def refuse_reducing(params: Any) -> None:
+    """Refuse a module whose own backward pass averages gradients over ranks.
+
+    Raises:
+        TypeError: ``params`` is or holds an FSDP2 or DDP module.
+    """
+    if not isinstance(params, nn.Module):
+        return
+    marks = ("set_requires_gradient_sync", "require_backward_grad_sync")
+    if any(hasattr(part, mark) for part in params.modules() for mark in marks):
+        raise TypeError(
+            "window: an FSDP2 or DDP module averages gradients over ranks in its backward passes, "
+            f"got {type(params).__name__}. Use numden.dist.window_grad, which sums them once."
+        )
 
 
 def zero_grads(leaves: Leaves, dtype: torch.dtype | None) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _transforms, tree
 from ._carry import LOCAL, Carry, FirstPass, Reduction, Spec, WindowGrad
 from ._finish import finish, finish_value, ratios, reduce_totals, wait_for
-from ._leaves import Leaves, attach
+from ._leaves import Leaves, attach, refuse_reducing
 from ._micro_step import absorb, forward, init
 from ._status import EmptyWindowError, OnEmpty, require_on_empty
 from ._sums import Sums, add_sums, detach, evaluate, note_faults, wide
@@ -257,7 +257,13 @@ def window_grad(
     if den_fn is not None and plan == "auto":
         plan = "before"
     spec = Spec(objective, plan, reduction, accumulate_dtype, on_empty, den_fn=den_fn)
-    return lambda params, window: run(spec, loss_fn, params, window)
+
+    def grad_of(params: Any, window: Iterable[Any]) -> WindowGrad:
+        if not _transforms.inside():  # where what is wrong with these modules is something else
+            refuse_reducing(params)
+        return run(spec, loss_fn, params, window)
+
+    return grad_of
 
 
 def run(spec: Spec, loss_fn: LossFn, params: Any, window: Iterable[Any]) -> WindowGrad:

@@ -164,11 +164,13 @@ def test_results_of_a_window_outlive_the_next(case, plan):
     assert_same(step(params, WINDOW), kept)
 
 
+@pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("plan", ["after", "columns", "replay", "auto"])
-def test_sums_that_are_the_batch_itself_are_not_written_to(plan):
+def test_sums_that_are_the_batch_itself_are_not_written_to(plan, num_steps):
     """A loss function may hand through tensors of the batch, which has counted them already."""
     window = [
-        {"num": torch.tensor(3.0).double(), "den": torch.tensor(2.0).double()} for _ in range(3)
+        {"num": torch.tensor(3.0).double(), "den": torch.tensor(2.0).double()}
+        for _ in range(num_steps)
     ]
     loss_fn = lambda w, b: (
         LossTerms({"a": w * b["num"], "b": b["num"]}, b["den"]),
@@ -180,7 +182,7 @@ def test_sums_that_are_the_batch_itself_are_not_written_to(plan):
     watched.assert_unchanged()
     for each in (result, value):
         assert not memory(each) & memory(window)
-        assert each.terms.den == 6
+        assert each.terms.den == 2 * num_steps
 
 
 # --- reads ---------------------------------------------------------------------------------------

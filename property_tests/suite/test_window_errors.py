@@ -653,6 +653,35 @@ def test_no_batch_inside_a_transform():
             torch.func.grad(lambda w, make=make: make(mean_terms)(w, []).loss)(random_params())
 
 
+def refusals_of_modules_that_reduce():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (1,))
+    loss_fn = lambda m, x: LossTerms(m(x).sum(), 1)
+    inner = nn.Sequential(fully_shard(nn.Linear(3, 1), mesh=mesh))
+    said = []
+    for module in (fully_shard(nn.Linear(3, 1), mesh=mesh), inner):
+        for call in (window_grad(loss_fn), lambda m, _: accumulator(loss_fn, plan="after").init(m)):
+            with pytest.raises(TypeError) as caught:
+                call(module, [torch.ones(1, 3)])
+            said.append(str(caught.value))
+    with pytest.raises(TypeError) as caught:
+        window_grad(loss_fn)(DistributedDataParallel(nn.Linear(3, 1)), [torch.ones(1, 3)])
+    return [*said, str(caught.value)]
+
+
+def test_modules_that_average_over_ranks_belong_to_dist():
+    said = run_local(refusals_of_modules_that_reduce, 1)[0]
+    names = ["FSDPLinear", "FSDPLinear", "Sequential", "Sequential", "DistributedDataParallel"]
+    for text, name in zip(said, names, strict=True):
+        assert text == (
+            "window: an FSDP2 or DDP module averages gradients over ranks in its backward passes, "
+            f"got {name}. Use numden.dist.window_grad, which sums them once."
+        )
+
+
 def refusals_of_sharded():
     """What is said about DTensors, of which torch.func sees the local parts alone."""
     from torch.distributed.device_mesh import init_device_mesh
