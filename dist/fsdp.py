@@ -20,7 +20,9 @@ def sum_gradients(module: nn.Module) -> nn.Module:
 
     FSDP2 gets a divide factor of 1 and a forced SUM on each of its sub-modules, since neither
     setter is recursive and either alone is wrong: the first fails on gloo and gives zeros in
-    bfloat16 on NCCL, the second still averages. DDP gets a SUM communication hook.
+    bfloat16 on NCCL, the second still averages. DDP gets a SUM communication hook; accumulate
+    under ``no_sync``, since it reduces anew what a ``.grad`` holds before a backward pass.
+    (``window_grad`` reduces the gradients of a DDP module itself and needs no hook.)
 
     Args:
         module: an FSDP2 module (or one with FSDP2 modules in it), or a ``DistributedDataParallel``.

@@ -105,13 +105,19 @@ def _combine(grads: tuple[PyTree, ...], factors: list[Tensor], *, donate: bool) 
     """``Σ factor_k · grads_k``; without factors, the zeros that the first buffer still holds."""
     leaves, structure = tree.flatten(grads[0])
     out = leaves if donate else [leaf.clone() for leaf in leaves]
+    own = [_own_part(leaf) for leaf in out]
     for factor in factors[:1]:
-        for leaf in out:
+        for leaf in own:
             leaf.mul_(_factor_for(leaf, factor))
     for buffer, factor in zip(grads[1:], factors[1:], strict=False):
-        for leaf, more in zip(out, tree.leaves(buffer), strict=True):
+        for leaf, more in zip(own, map(_own_part, tree.leaves(buffer)), strict=True):
             leaf.add_(more * _factor_for(leaf, factor))
     return tree.unflatten(structure, out)
+
+
+def _own_part(leaf: Any) -> Tensor:
+    """This rank's shard of a DTensor, which takes no factor of its shape; other tensors whole."""
+    return leaf.to_local() if hasattr(leaf, "to_local") else leaf
 
 
 def _factor_for(leaf: Tensor, factor: Tensor) -> Tensor:

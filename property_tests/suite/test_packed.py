@@ -144,7 +144,7 @@ def per_feature(w, x):
     return LossTerms((w * x).square().sum(0), seen), {"mean": LossTerms(x.sum(0), seen)}
 
 
-@pytest.mark.parametrize("plan", ["columns", "replay"])
+@pytest.mark.parametrize("plan", ["before", "columns", "replay"])
 def test_equivalent_thousands_of_sums_whole_batch(plan):
     rows = torch.arange(9.0)[:, None] + torch.arange(700.0) + 1
     windows = [[rows[:2], rows[2:3]], [], [rows[3:]]]
@@ -155,8 +155,10 @@ def test_equivalent_thousands_of_sums_whole_batch(plan):
 
     def on_rank():
         window = windows[c10d.get_rank()]
+        den_fn = (lambda x: (x != 0).sum(0)) if plan == "before" else None
         value = dist.window_value(per_feature, objective)(weight, window)
-        return dist.window_grad(per_feature, objective, plan=plan)(weight, window), value
+        grad = dist.window_grad(per_feature, objective, plan=plan, den_fn=den_fn)
+        return grad(weight, window), value
 
     expected = window_grad(per_feature, objective, plan="replay")(weight, [rows])
     for found, value in run_local(on_rank, 3, timeout=20):
