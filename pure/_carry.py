@@ -68,8 +68,9 @@ class WindowGrad(NamedTuple):
     def valid(self) -> Tensor:
         """Whether to apply the gradients, a bool scalar on the device of the loss.
 
-        False only under ``on_empty="skip"``, for a window that had nothing to learn from. An
-        optimizer's ``update(..., valid=...)`` honours it without a host sync.
+        False only under ``on_empty="skip"``, for a window that had nothing to learn from or in
+        which something is wrong that would be an error else. An optimizer's
+        ``update(..., valid=...)`` honours it without a host sync.
         """
         return torch.isfinite(self.loss)
 

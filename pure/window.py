@@ -143,6 +143,7 @@ def window_value(
     Raises:
         EmptyWindowError: by the result, see ``on_empty``.
         NonFiniteLossError: by the result, when a num is not finite in some micro-step.
+        TermStructureError: by the result, when terms, dtypes or dens do not fit together.
 
     Examples:
         >>> loss_fn = lambda w, x: LossTerms((w * x).sum(), x.numel())
@@ -230,7 +231,8 @@ def window_grad(
             parameter where not given.
         on_empty: what a total den that is zero, negative or not finite means. "raise": an
             ``EmptyWindowError``. "zero": the empty term counts 0, with zero gradients. "skip": the
-            loss is NaN and ``WindowGrad.valid`` False, found without a host read.
+            loss is NaN, the gradients are zeros and ``WindowGrad.valid`` is False, without a host
+            read; so it is for each of the errors below that values tell of.
 
     Returns:
         A function of ``params`` (a pytree of tensors, or a module) and ``window`` (any iterable of
@@ -243,6 +245,8 @@ def window_grad(
         EmptyWindowError: by the result, see ``on_empty``.
         NonFiniteLossError: by the result, when a num is not finite in some micro-step.
         TermStructureError: by the result, when terms, dtypes or dens do not fit together.
+        TypeError: by the result, when params are no floating-point tensors, or a module that
+            reduces gradients over ranks itself.
 
     Examples:
         >>> def loss_fn(w, x):
