@@ -65,7 +65,10 @@ def sum_gradients(module: nn.Module) -> nn.Module:
     return module
 
 
-def _sum_hook(state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_hook(
+    state: Any,
+    bucket: c10d.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[Tensor]:
     work = c10d.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
