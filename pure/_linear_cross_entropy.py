@@ -240,7 +240,7 @@ def _picked_losses(log_probs: Tensor, labels: Tensor) -> Tensor:
 
 def _softmax_minus_onehot_(log_probs: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
     """The gradient of ``losses`` for the logits, in the memory of ``log_probs``."""
-    # With expm1 the gradient of a loss of 1e-9 is 1e-9, and not 1 - 1 = 0.
+    # expm1 is p - 1 without the rounding of p next to 1.
     return log_probs.exp_().scatter_(1, labels.unsqueeze(1), torch.expm1(-losses).unsqueeze(1))
 
 
