@@ -23,7 +23,7 @@ check: $(INSTALLED) wheel  ## lint, format and types; types are checked against 
 	$(BIN)/basedpyright
 
 bench: $(INSTALLED)  ## the benchmarks: ratios against hand-written loops
-	$(BIN)/python examples/benchmarks/run.py
+	$(BIN)/python examples/benchmarks/run.py all
 
 wheel: $(INSTALLED)  ## build into .artifacts; never into dist/, which is source here
 	rm -rf $(SITE) .artifacts/*.whl .artifacts/*.tar.gz

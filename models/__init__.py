@@ -1,4 +1,4 @@
-"""Models as pure functions: ``init(config, key) -> params``, ``apply(params, ...)``, ``loss_terms``.
+"""Models as pure functions: ``init(config, key) -> params``, ``apply``, ``loss_terms``.
 
 One model a file; params are nested dicts of tensors. ``as_module`` makes an ``nn.Module`` of them
 for what needs one. ``hf`` reads and writes Hugging Face checkpoints.

@@ -70,7 +70,7 @@ class Target(_Section):
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
-    num_windows: int = 300
+    num_windows: int = 240
     tokens_per_window: int = 4096
     tokens_per_micro_step: int = 1024
     lr: float = 3e-3
@@ -104,7 +104,7 @@ class Drafter(_Section):
     num_anchors: int = 12
     markov_rank: int = 32
     decay_gamma: float = 7.0
-    num_windows: int = 150
+    num_windows: int = 120
     micro_steps: int = 8
     rows_per_micro_step: int = 2
     min_answer: float = 0.05

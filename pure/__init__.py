@@ -1,5 +1,7 @@
 """Loss terms, objectives and windows: pure functions, no ranks, no I/O."""
 
+from . import losses as losses
+from . import optim as optim
 from . import random as random
 from . import tree as tree
 from ._accumulator import Accumulator as Accumulator
@@ -9,14 +11,14 @@ from ._carry import Carry as Carry
 from ._carry import FirstPass as FirstPass
 from ._carry import Reduction as Reduction
 from ._carry import WindowGrad as WindowGrad
+from ._status import EmptyWindowError as EmptyWindowError
+from ._status import NonFiniteLossError as NonFiniteLossError
 from .objective import Objective as Objective
 from .objective import cotangent as cotangent
 from .objective import term_mean as term_mean
 from .plans import PlanError as PlanError
 from .plans import PlanReport as PlanReport
 from .plans import explain_plan as explain_plan
-from ._status import EmptyWindowError as EmptyWindowError
-from ._status import NonFiniteLossError as NonFiniteLossError
 from .terms import LossFn as LossFn
 from .terms import LossTerms as LossTerms
 from .terms import Metrics as Metrics

@@ -190,8 +190,7 @@ def split_metrics(result: LossTerms | tuple[LossTerms, Metrics]) -> tuple[LossTe
         if isinstance(result[1], dict):
             return result
         raise TermStructureError(
-            "loss_fn: metrics must be a dict of LossTerms by name, got "
-            f"{type(result[1]).__name__}."
+            f"loss_fn: metrics must be a dict of LossTerms by name, got {type(result[1]).__name__}."
         )
     raise TermStructureError(
         f"loss_fn: must return LossTerms or (LossTerms, metrics), got {type(result).__name__}. "

@@ -1,4 +1,4 @@
-"""``window_grad`` against the loop that one would write by hand, on a decoder of 20 M parameters."""
+"""``window_grad`` against the loop that one would write by hand, on a decoder of 20 M weights."""
 
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,8 @@ def measure(rounds: int, out: Path, console: Console) -> None:
         }
         for name in variants
     ]
-    title = f"{num_params / 1e6:.1f} M parameters, {NUM_MICRO_STEPS} micro-steps: ratios to the loop"
+    title = (
+        f"{num_params / 1e6:.1f} M parameters, {NUM_MICRO_STEPS} micro-steps: ratios to the loop"
+    )
     table(title, rows, console)
     save("window", {"num_params": num_params, "rows": rows, "seconds": times}, out)

@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from measure import peak_bytes, save, table
+from measure import peak_bytes, ratios, save, table
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from numden import dist
 from numden.models import decoder, hf
@@ -52,8 +52,8 @@ def make_rows(vocab_size: int) -> list[Row]:
     return rows
 
 
-def numden_step(folder: Path, rows: list[Row]) -> list[float]:
-    """Seconds of each step after the first."""
+def numden_steps(folder: Path, rows: list[Row]) -> tuple[list[float], list[float]]:
+    """Seconds of each step after the first, and the losses of all."""
     config, params = hf.load(folder)
     loss_fn = partial(decoder.loss_terms, config=config)
     adamw = optim.from_torch(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)
@@ -69,12 +69,11 @@ def numden_step(folder: Path, rows: list[Row]) -> list[float]:
         state, result = step(state, window)
         losses.append(float(result.loss))
         times.append(time.perf_counter() - start)
-    numden_step.losses = losses  # pyright: ignore[reportFunctionMemberAccess]
-    return times[1:]
+    return times[1:], losses
 
 
-def trainer_step(folder: Path, rows: list[Row]) -> list[float]:
-    """Seconds of each step after the first."""
+def trainer_steps(folder: Path, rows: list[Row]) -> tuple[list[float], list[float]]:
+    """Seconds of each step after the first, and the losses of all."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     clock = _Clock()
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,17 +102,14 @@ def trainer_step(folder: Path, rows: list[Row]) -> list[float]:
             callbacks=[clock],
         )
         trainer.train()
-    trainer_step.losses = [  # pyright: ignore[reportFunctionMemberAccess]
-        log["loss"] for log in trainer.state.log_history if "loss" in log
-    ]
-    return clock.times[1:]
+    return clock.times[1:], [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 class _Ordered(Trainer):
     """The Trainer with the rows in their order, so that both see the same micro-steps."""
 
-    def _get_train_sampler(self, *args: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)  # pyright: ignore
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(train_dataset or self.train_dataset)  # pyright: ignore[reportArgumentType]
 
 
 class _Clock(TrainerCallback):
@@ -151,28 +147,28 @@ def measure(rounds: int, out: Path, console: Console) -> None:
 
 def _write_model(vocab_size: int, folder: Path) -> None:
     config = model_config(vocab_size)
-    hf.save(decoder.init(config, random.key(0)), config, folder)
+    hf.save(folder, decoder.init(config, random.key(0)), config)
 
 
 def _measure_one(vocab_size: int, folder: Path, rounds: int) -> dict[str, Any]:
     rows = make_rows(vocab_size)
-    ours, theirs = [], []
+    runs = {
+        "numden": partial(numden_steps, folder, rows),
+        "Trainer": partial(trainer_steps, folder, rows),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    losses = {}
     for _ in track(range(rounds), description=f"V = {vocab_size:,}"):
-        ours.append(median(numden_step(folder, rows)))
-        theirs.append(median(trainer_step(folder, rows)))
-    apart = [
-        abs(a - b) / abs(b)
-        for a, b in zip(numden_step.losses, trainer_step.losses, strict=True)  # pyright: ignore
-    ]
-    memory = peak_bytes(
-        {"numden": partial(numden_step, folder, rows), "Trainer": partial(trainer_step, folder, rows)},
-        label="memory",
-    )
+        for name, run in runs.items():
+            seconds, losses[name] = run()
+            times[name].append(median(seconds))
+    memory = peak_bytes(runs, label="memory")
+    pairs = zip(losses["numden"], losses["Trainer"], strict=True)
     return {
         "V": f"{vocab_size:,}",
-        "time": median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "time": ratios(times, "Trainer")["numden"],
         "memory": memory["numden"] / memory["Trainer"],
-        "numden s": median(ours),
-        "Trainer s": median(theirs),
-        "losses apart": max(apart),
+        "numden s": median(times["numden"]),
+        "Trainer s": median(times["Trainer"]),
+        "losses apart": max(abs(a - b) / abs(b) for a, b in pairs),
     }

@@ -1,9 +1,4 @@
-"""Benchmarks: each prints a table of ratios measured in one run, and writes JSON.
-
-    python examples/benchmarks/run.py window     # window_grad against the hand-written loop
-    python examples/benchmarks/run.py trainer    # a training step against transformers' Trainer
-    python examples/benchmarks/run.py scaling    # cost against micro-steps and terms
-"""
+"""Benchmarks: each prints a table of ratios measured in one run, and writes JSON."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +14,7 @@ Threads = Annotated[int, typer.Option(help="Threads of torch.")]
 
 
 @app.command()
-def window(
-    rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchmarks")
-) -> None:
+def window(rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
     """window_grad against the hand-written loop with known dens: time and peak memory."""
     from against_loop import measure
 
@@ -30,9 +23,7 @@ def window(
 
 
 @app.command()
-def trainer(
-    rounds: int = 3, threads: Threads = 2, out: Out = Path("runs/benchmarks")
-) -> None:
+def trainer(rounds: int = 3, threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
     """A whole training step against transformers' Trainer: same model, data and optimizer."""
     from against_trainer import measure
 
@@ -41,14 +32,19 @@ def trainer(
 
 
 @app.command()
-def scaling(
-    rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchmarks")
-) -> None:
+def scaling(rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
     """The cost of a window against its number of micro-steps and of terms."""
     from scaling import measure
 
     torch.set_num_threads(threads)
     measure(rounds, out, console)
+
+
+@app.command(name="all")
+def everything(threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
+    """All of them, with their default rounds."""
+    for benchmark in (window, scaling, trainer):
+        benchmark(threads=threads, out=out)
 
 
 if __name__ == "__main__":

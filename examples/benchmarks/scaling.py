@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from against_loop import make_window
 from measure import save, seconds, table
 from rich.console import Console
@@ -38,7 +37,10 @@ def measure(rounds: int, out: Path, console: Console) -> None:
     params = decoder.init(CONFIG, random.key(0))
     grad = window_grad(partial(terms_of, 1), plan="after")
     equal = [
-        {name: field % CONFIG.vocab_size if name == "tokens" else field for name, field in b.items()}
+        {
+            name: field % CONFIG.vocab_size if name == "tokens" else field
+            for name, field in b.items()
+        }
         for b in make_window(1) * 32
     ]
     by_steps = {n: partial(grad, params, equal[:n]) for n in (1, 2, 4, 8, 16, 32)}

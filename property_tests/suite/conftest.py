@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# `dev` is for work at the desk, `ci` repeats the same examples each time, `thorough` is for a night.
+# `dev` is for the desk, `ci` repeats the same examples each time, `thorough` is for a night.
 slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=30, deadline=None, suppress_health_check=slow_ok)
 settings.register_profile(
