@@ -34,11 +34,13 @@ def shard(params: Any, mesh: DeviceMesh) -> Any:
         >>> shard({"w": torch.zeros(4, 3)}, mesh)["w"].to_local().shape        # doctest: +SKIP
         torch.Size([2, 3])
     """
+    return tree.map(lambda leaf: _cut(leaf, mesh), params)
+
+
+def _cut(leaf: Tensor, mesh: DeviceMesh) -> DTensor:
     # Each rank cuts its own copy: no rank has to send its data.
-    return tree.map(
-        lambda leaf: distribute_tensor(leaf, mesh, _placements(leaf, mesh), src_data_rank=None),
-        params,
-    )
+    cut = distribute_tensor(leaf.detach(), mesh, _placements(leaf, mesh), src_data_rank=None)
+    return cut.clone()  # where there was nothing to cut it shares memory
 
 
 def _placements(leaf: Tensor, mesh: DeviceMesh) -> list[Any]:
