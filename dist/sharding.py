@@ -37,7 +37,7 @@ def shard(params: Any, mesh: DeviceMesh) -> Any:
     return tree.map(lambda leaf: _cut(leaf, mesh), params)
 
 
-def _cut(leaf: Tensor, mesh: DeviceMesh) -> DTensor:
+def _cut(leaf: Tensor, mesh: DeviceMesh) -> Tensor:
     # Each rank cuts its own copy: no rank has to send its data.
     cut = distribute_tensor(leaf.detach(), mesh, _placements(leaf, mesh), src_data_rank=None)
     return cut.clone()  # where there was nothing to cut it shares memory
