@@ -3,9 +3,24 @@
 import pytest
 import torch
 import torch.distributed as c10d
-from dist_cases import CASES, DEALS, KINDS, WINDOW, apart, net, options, plain, reference, wrapped
+from dist_cases import (
+    CASES,
+    DEALS,
+    KINDS,
+    WINDOW,
+    apart,
+    net,
+    options,
+    plain,
+    reference,
+    said,
+    wrapped,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from numden import dist
+from numden import dist, pure
 from numden.dist import run_local
 from numden.pure import tree
 
@@ -118,3 +133,106 @@ def enumerate_str(items):
 @pytest.mark.parametrize("kind", KINDS)
 def test_window_leaves_grad_fields_and_rng(kind):
     run_local(keep_own_state, 2, kind, timeout=30)
+
+
+# --- which ranks ---------------------------------------------------------------------------------
+
+
+def test_mesh_and_group_are_not_given_together():
+    def on_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        over = {"mesh": mesh, "group": c10d.group.WORLD}
+        grad = dist.window_grad(CASES["mean"].loss, **over)
+        value = dist.window_value(CASES["mean"].loss, **over)
+        return [said(lambda: grad(net(), WINDOW)), said(lambda: value(net(), WINDOW))]
+
+    assert run_local(on_rank, 1) == [["ValueError: window: give mesh or group, got both."] * 2]
+
+
+def test_launched_ranks_need_a_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = r"window: ranks need a process group, got none and WORLD_SIZE=2\. Call torch\.distri"
+    with pytest.raises(RuntimeError, match=message):
+        dist.window_grad(CASES["mean"].loss)(net(), WINDOW)
+    with pytest.raises(RuntimeError, match=message):
+        dist.window_value(CASES["mean"].loss)(net(), WINDOW)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert dist.window_grad(CASES["mean"].loss)(net(), WINDOW).valid
+
+
+def test_a_rank_outside_of_the_group():
+    def on_rank():
+        group = c10d.new_group([0])
+        return said(lambda: dist.window_grad(CASES["mean"].loss, group=group)(net(), WINDOW))
+
+    inside, outside = run_local(on_rank, 2)
+    assert inside == "nothing was raised"
+    assert outside.startswith("ValueError: window: this rank must belong to axis, got rank 1 outs")
+
+
+def test_plans_and_policies_are_checked_before_a_window():
+    with pytest.raises(pure.PlanError, match="window: plan must be one of"):
+        dist.window_grad(CASES["mean"].loss, plan="later")
+    for function in (dist.window_grad, dist.window_value):
+        with pytest.raises(ValueError, match="window: on_empty must be 'raise', 'zero' or 'skip'"):
+            function(CASES["mean"].loss, on_empty="ignore")
+
+
+def test_a_ddp_module_is_not_asked_for_its_own_collectives():
+    """Its forward pass would broadcast buffers, which ranks of uneven windows cannot all do."""
+
+    def on_rank():
+        module = nn.Sequential(net(), nn.BatchNorm1d(4, dtype=torch.float64)).eval()
+        module, rank = DistributedDataParallel(module), c10d.get_rank()
+        window = DEALS["first rank without a batch"][rank]
+        loss = CASES["mean"].loss
+        found = dist.window_grad(loss)(module, window)
+        return float(found.loss - dist.window_value(loss)(module, window).loss)
+
+    assert run_local(on_rank, 2, timeout=20) == [0.0, 0.0]
+
+
+def test_ddp_still_trains_as_before_after_a_window():
+    """Its own averaging backward pass is neither used nor disturbed."""
+
+    def on_rank():
+        module = wrapped("ddp")[0]
+
+        def average():
+            CASES["mean"].loss(module, WINDOW[3 * c10d.get_rank()])[0].num.backward()
+            grads = {name: param.grad for name, param in module.named_parameters()}
+            module.zero_grad()
+            return grads
+
+        first = average()
+        result = dist.window_grad(CASES["mean"].loss)(module, DEALS["ragged"][c10d.get_rank()])
+        again = average()
+        assert all(torch.equal(again[name], first[name]) for name in first)
+        return apart(plain(result.grads), reference(CASES["mean"])[1])
+
+    assert max(run_local(on_rank, 2)) < ROUNDING
+
+
+def test_leaves_of_any_layout():
+    """Transposed and empty leaves, in a list, of two dtypes."""
+
+    def params(dtype):
+        values = torch.arange(6, dtype=torch.float64)
+        return [values.reshape(2, 3).T.to(dtype), torch.zeros(0, 2), torch.tensor(2.0).to(dtype)]
+
+    def loss(params, batch):
+        total = sum((batch * leaf.double()).square().sum() for leaf in params)
+        return pure.LossTerms(total, len(batch))
+
+    rows = torch.tensor([1.0, 2.0, 3.0]).double()[:, None, None]
+
+    def on_rank(dtype):
+        window = [[rows[:1], rows[1:2]], [rows[2:]]][c10d.get_rank()]
+        return dist.window_grad(loss)(params(dtype), window).grads
+
+    for dtype in (torch.float64, torch.float32):
+        expected = pure.window_grad(loss)(params(dtype), [rows]).grads
+        for grads in run_local(on_rank, 2, dtype):
+            for grad, each in zip(grads, expected, strict=True):
+                torch.testing.assert_close(grad, each)
+                assert grad.stride() == each.stride()
