@@ -75,6 +75,16 @@ def test_a_receipt_has_each_way_and_its_distance():
     assert said["mean of means"]["gradient"] == pytest.approx(expected, rel=1e-14)
 
 
+def test_a_receipt_sees_a_loss_that_depends_on_the_cut():
+    def depends(params, batch):
+        terms = loss_fn(params, batch)
+        return terms._replace(num=terms.num * len(batch["x"]))  # rows count by their companions
+
+    said = receipt(depends, term_mean(), PARAMS, WINDOW, {})
+    assert said["1 rank x 1"]["loss"] == pytest.approx(3 * (2 * 21 + 127) / 5, rel=1e-15)
+    assert said["1 rank x 2"]["gradient"] > 0.1
+
+
 def test_a_receipt_of_nothing_is_an_error():
     with pytest.raises(EmptyWindowError):
         receipt(loss_fn, term_mean(), PARAMS, [ragged([[7.0]], [[False]])], {})
