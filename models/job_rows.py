@@ -96,19 +96,17 @@ def _tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def drafter_rows(config: TrainConfig, rows: list[Row]) -> list[Row]:
-    """The rows with the labels that the drafter is trained on: the end of each text.
+    """The rows with the labels that the drafter is trained on: the end of each text, as an answer.
 
-    Each row draws, by its own key, from where on it is an answer, of two labels at least.
+    Each row draws its answer's share by its own key, as many between 1/8 and 1/4 as between 1/2
+    and 1, down to ``min_answer``; an answer has two labels at least.
     """
     if _are_conversations(config.data.files):
         return rows
     ids = torch.tensor([row.sample_id for row in rows])
     drawn = random.uniform(random.fold_in(stream_key(config, ANSWERS), ids), ())
     least = config.drafter.min_answer
-    return [
-        _answer(row, least + (1 - least) * share)
-        for row, share in zip(rows, drawn.tolist(), strict=True)
-    ]
+    return [_answer(row, least**u) for row, u in zip(rows, drawn.tolist(), strict=True)]
 
 
 def _answer(row: Row, share: float) -> Row:
