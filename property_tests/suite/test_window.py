@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from window_cases import (
     CASE_PLANS,
     CASES,
@@ -422,11 +423,30 @@ def test_accumulate_dtype_is_the_dtype_of_the_gradients(plan):
     assert_same(own.grads, {"w": torch.ones(3).bfloat16(), "b": torch.ones(()).double()})
 
 
+class Multiplications(TorchDispatchMode):
+    """Records what bfloat16 tensors are multiplied with in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mul_.Tensor and args[0].dtype == torch.bfloat16:
+            self.factors.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
 def test_factor_is_not_rounded_to_a_half_dtype():
-    """1/3 in bf16 is 0.2 % off, and with it would be each gradient."""
+    """1/3 in bf16 is 0.2 % off, and with it would be each gradient.
+
+    A CPU multiplies with a 0-dim factor as it is. An accelerator first rounds it to the dtype of
+    the gradient, so that the factor has to have dims.
+    """
     w, x = torch.ones(1).bfloat16(), torch.full((1,), 3.0).bfloat16()
-    grads = window_grad(lambda w, x: LossTerms((w * x).float().sum(), 3))(w, [x]).grads
+    with Multiplications() as seen:
+        grads = window_grad(lambda w, x: LossTerms((w * x).float().sum(), 3))(w, [x]).grads
     assert grads == 1
+    assert [(factor.dtype, factor.dim()) for factor in seen.factors] == [(torch.float32, 1)]
 
 
 # --- float16 -------------------------------------------------------------------------------------
