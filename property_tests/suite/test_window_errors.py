@@ -26,6 +26,7 @@ from numden.pure import (
     LossTerms,
     NonFiniteLossError,
     PlanError,
+    Reduction,
     TermStructureError,
     accumulator,
     term_mean,
@@ -633,6 +634,27 @@ def test_ranks_skip_only_what_has_nothing_to_learn_from():
         assert bool(result.valid)
     for result in on_simulated_ranks(step, [EMPTY[:1], [], EMPTY[1:]]):
         assert not bool(result.valid)
+
+
+@any_plan
+def test_what_a_reduction_adds_to_the_faults_is_no_reason_to_skip(plan):
+    """One may append how many ranks had no micro-step, for `reports` to be asked."""
+
+    def totals(sums):
+        if plan == "before" and not isinstance(sums, tuple):
+            return sums
+        total, faults = sums
+        return total, torch.cat([faults, torch.ones(1, dtype=torch.float64)])
+
+    reduction = Reduction(totals, lambda grads: grads)
+    result = step_of(mean_terms, plan, reduction=reduction, on_empty="skip")(
+        random_params(), WINDOW
+    )
+    assert bool(result.valid)
+    expected = window_grad(mean_terms)(random_params(), WINDOW)
+    assert_close(result, expected)
+    raising = step_of(mean_terms, plan, reduction=reduction)
+    assert_close(raising(random_params(), WINDOW), expected)
 
 
 # --- torch.func ----------------------------------------------------------------------------------
