@@ -94,7 +94,13 @@ def cotangent(objective: Objective, totals: LossTerms) -> tuple[Tensor, LossTerm
     return loss.detach(), tree.unflatten(structure, list(grads))
 
 
-def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...] | None:
+def directions(
+    objective: Objective,
+    like: LossTerms,
+    *,
+    where: LossTerms | None = None,
+    at_most: int | None = None,
+) -> tuple[LossTerms, ...] | None:
     """The term groups of an objective: the directions whose span holds every cotangent.
 
     Sums whose cotangents keep one ratio whatever the totals are form a group; only the scale of
@@ -106,11 +112,13 @@ def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...] |
     Args:
         objective: the function f.
         like: total terms, of which only structure and shapes are used.
+        where: a bool for each sum, whether it matters; all do where not given.
+        at_most: stop at so many groups. There can be as many as there are numbers in ``like``.
 
     Returns:
         One tree like ``like`` for each group, in float64 on the CPU, zero outside of the group.
-        Sums that the objective ignores are in no group. None where the objective has no finite
-        cotangent at made-up totals, so that they do not show its groups.
+        Sums that the objective ignores or that do not matter are in no group. None where the
+        objective has no finite cotangent at made-up totals, so that they do not show its groups.
     """
     # Made-up sums live on the CPU, so that reading what they give does not wait for a device.
     probes = [cotangent(objective, made_up(like, i)) for i in range(_NUM_PROBES)]
@@ -119,7 +127,13 @@ def directions(objective: Objective, like: LossTerms) -> tuple[LossTerms, ...] |
         return None
     if not bool(rows.isfinite().all()):
         return None
-    return tuple(_unflat(group, like) for group in _collinear_columns(rows))
+    if where is not None:
+        rows = rows * _flat(tree.map(_filled, where, like))
+    return tuple(_unflat(group, like) for group in _collinear_columns(rows, at_most))
+
+
+def _filled(value: bool, like: Tensor) -> Tensor:
+    return torch.full(like.shape, value, dtype=torch.float64)
 
 
 def made_up(like: LossTerms, index: int) -> LossTerms:
@@ -138,13 +152,13 @@ def made_up(like: LossTerms, index: int) -> LossTerms:
     return _unflat(values, like)
 
 
-def _collinear_columns(rows: Tensor) -> list[Tensor]:
+def _collinear_columns(rows: Tensor, at_most: int | None) -> list[Tensor]:
     """Group the columns of ``rows`` by direction; a group is the vector of its columns' scales."""
     norms = rows.norm(dim=0)
     unit = rows / torch.where(norms > 0, norms, 1)
     left = norms > 0
-    groups = []
-    while bool(left.any()):
+    groups: list[Tensor] = []
+    while bool(left.any()) and len(groups) != at_most:
         first = int(left.nonzero()[0])
         cosine = unit[:, first] @ unit
         residual = (unit - unit[:, first, None] * cosine).norm(dim=0)

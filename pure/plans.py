@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import tree
 from ._leaves import attach
@@ -25,6 +26,7 @@ __all__ = ["MAX_COLUMNS", "PLANS", "PlanError", "PlanReport", "explain_plan", "r
 
 PLANS = ("after", "before", "columns", "replay")
 MAX_COLUMNS = 2
+_MANY = 4  # so many groups are described in a message
 _NO_GROUPS = "the objective is not finite at made-up totals, which hides its term groups"
 
 DenFn = Callable[[Any], Any]
@@ -87,11 +89,11 @@ def report(
     sums: Sums, objective: Objective, *, den_fn: DenFn | None = None, max_columns: int = MAX_COLUMNS
 ) -> PlanReport:
     """The choice for a micro-step's ``sums``, which are still attached to their graph."""
-    groups = term_groups(objective, sums.terms)
+    groups = term_groups(objective, sums.terms, at_most=max(max_columns, 1) + 1)
     rejected = {
         "after": _after_obstacle(groups, sums.terms),
         "before": _before_obstacle(objective, sums.terms, den_fn),
-        "columns": _columns_obstacle(groups, sums.terms) or _too_many(groups, max_columns),
+        "columns": _too_many(groups, max_columns) or _columns_obstacle(groups, sums.terms),
     }
     rejected = {plan: why for plan, why in rejected.items() if why}
     if den_fn is not None:
@@ -111,18 +113,20 @@ def report(
 def require(
     plan: str, sums: Sums, objective: Objective, *, den_fn: DenFn | None
 ) -> tuple[LossTerms, ...]:
-    """The term groups of ``sums``, if ``plan`` can express the objective.
+    """The term groups of ``sums`` for a plan that needs them, if it can express the objective.
 
     Raises:
         PlanError: it cannot.
     """
-    groups = term_groups(objective, sums.terms)
-    obstacle = {
-        "after": lambda: _after_obstacle(groups, sums.terms),
-        "before": lambda: _before_obstacle(objective, sums.terms, den_fn),
-        "columns": lambda: _columns_obstacle(groups, sums.terms),
-        "replay": lambda: None,
-    }[plan]()
+    groups, obstacle = (), None
+    if plan == "after":
+        groups = term_groups(objective, sums.terms, at_most=_MANY)
+        obstacle = _after_obstacle(groups, sums.terms)
+    elif plan == "before":
+        obstacle = _before_obstacle(objective, sums.terms, den_fn)
+    elif plan == "columns":
+        groups = term_groups(objective, sums.terms)
+        obstacle = _columns_obstacle(groups, sums.terms)
     if obstacle:
         instead = report(sums, objective).plan
         raise PlanError(f"plan {plan!r}: {obstacle}. Use plan={instead!r}.")
@@ -135,19 +139,13 @@ def require_known(plan: str) -> None:
         raise PlanError(f"window: plan must be one of {PLANS} or 'auto', got {plan!r}.")
 
 
-def term_groups(objective: Objective, terms: LossTerms) -> tuple[LossTerms, ...] | None:
-    """The directions of the objective that reach a num or a den with a gradient, if it has any."""
+def term_groups(
+    objective: Objective, terms: LossTerms, *, at_most: int | None = None
+) -> tuple[LossTerms, ...] | None:
+    """The directions of the objective that reach a num or a den with a gradient."""
     graph = tree.map(lambda leaf: leaf.requires_grad, terms.den)
-    keep = LossTerms(tree.map(lambda _: True, terms.num), graph)
-    of_objective = directions(objective, terms)
-    if of_objective is None:
-        return None
-    found = []
-    for direction in of_objective:
-        kept = tree.map(lambda d, k: d if k else torch.zeros_like(d), direction, keep)
-        if any(bool(leaf.any()) for leaf in tree.leaves(kept)):
-            found.append(kept)
-    return tuple(found)
+    where = LossTerms(tree.map(lambda _: True, terms.num), graph)
+    return directions(objective, terms, where=where, at_most=at_most)
 
 
 def dens_with_grad(terms: LossTerms) -> list[str]:
@@ -162,10 +160,11 @@ def _after_obstacle(groups: tuple[LossTerms, ...] | None, terms: LossTerms) -> s
     if groups is None:
         return _NO_GROUPS
     if len(groups) > 1:
+        more = "; …" if len(groups) == _MANY else ""
         return (
-            f"the terms form {len(groups)} groups with cotangents of their own "
-            f"({'; '.join(_describe(group) for group in groups)}), and one factor at the end "
-            "serves one group"
+            f"the terms form {'several' if more else len(groups)} groups with cotangents of their "
+            f"own ({'; '.join(_describe(group) for group in groups)}{more}), and one factor at the "
+            "end serves one group"
         )
     return None
 
@@ -191,9 +190,7 @@ def _columns_obstacle(groups: tuple[LossTerms, ...] | None, terms: LossTerms) ->
 
 def _too_many(groups: tuple[LossTerms, ...] | None, max_columns: int) -> str | None:
     if groups is not None and len(groups) > max_columns:
-        return (
-            f"{len(groups)} gradient buffers, one for each term group, are more than {max_columns}"
-        )
+        return f"it would hold more than {max_columns} gradient buffers, one for each term group"
     return None
 
 
@@ -203,7 +200,13 @@ def _describe(group: LossTerms) -> str:
 
 def _touched(root: str, directions: Any) -> list[str]:
     named = zip(tree.names(directions, root), tree.leaves(directions), strict=True)
-    return [name for name, leaf in named if bool((leaf != 0).any())]
+    return [name + _places(leaf) for name, leaf in named if bool((leaf != 0).any())]
+
+
+def _places(direction: Tensor) -> str:
+    """Which element of a term is meant, where it is one of several."""
+    places = direction.nonzero().tolist()
+    return str(places[0]) if direction.dim() and len(places) == 1 < direction.numel() else ""
 
 
 def cotangent_needs_nums(objective: Objective, terms: LossTerms) -> bool:

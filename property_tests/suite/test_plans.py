@@ -1,11 +1,15 @@
 """Which plan can express which objective, what "auto" takes, and what it says about it."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
 from window_cases import (
     CASES,
     assert_close,
+    balance,
+    balance_terms,
     cut,
     dice_terms,
     dspine,
@@ -131,6 +135,18 @@ def test_there_is_a_refusal_of_each_kind():
             r"2 groups .* \(num\['ce'\] \+ num\['l1'\] \+ num\['penalty'\]; num\['score'\]\)",
         ),
         (
+            balance_terms,
+            balance,
+            "after",
+            r"3 groups .* \(num\['scores'\]\[0\]; num\['scores'\]\[1\]; num\['scores'\]\[2\]\)",
+        ),
+        (
+            lambda p, rows: LossTerms(p["w"].expand(2, 3) * rows["x"].sum(), torch.ones(2, 3)),
+            term_mean(),
+            "after",
+            r"several groups .* \(num\[0, 0\]; num\[0, 1\]; num\[0, 2\]; num\[1, 0\]; …\), and one",
+        ),
+        (
             dspine_terms,
             dspine,
             "before",
@@ -199,8 +215,21 @@ def test_columns_are_as_many_as_auto_is_willing_to_hold():
     for max_columns, plan in ((2, "columns"), (1, "replay"), (0, "replay")):
         found = report(sums, term_mean(), max_columns=max_columns)
         assert found.plan == plan
-    message = "2 gradient buffers, one for each term group, are more than 1"
+    message = "it would hold more than 1 gradient buffers, one for each term group"
     assert report(sums, term_mean(), max_columns=1).rejected["columns"] == message
+
+
+@pytest.mark.parametrize("plan", ["auto", "replay"])
+def test_thousands_of_sums_are_not_grouped_one_by_one(plan):
+    """The cotangent of each is its own, as for the experts of a mixture over the whole window."""
+    num_sums = 20_000
+    loss_fn = lambda w, x: LossTerms({"s": w * x.sum(), "c": torch.ones(num_sums)}, x.numel())
+    objective = lambda t: (t.num["c"].detach() * t.num["s"]).sum() / t.den**2
+    window = [torch.ones(3), torch.ones(1)]
+    start = time.process_time()
+    grads = window_grad(loss_fn, objective, plan=plan)(torch.ones(num_sums), window).grads
+    assert time.process_time() - start < 5  # one by one it is minutes
+    assert_close(grads, torch.full((num_sums,), 2.0 * 4 / 16))
 
 
 # --- objectives that made-up totals show badly or not at all -------------------------------------
