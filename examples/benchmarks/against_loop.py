@@ -63,8 +63,9 @@ def by_func(loss_fn: Any, params: Any, window: list[dict[str, Tensor]]) -> Any:
     return loss, grads
 
 
-def measure(rounds: int, out: Path, console: Console) -> None:
+def measure(rounds: int, threads: int, out: Path, console: Console) -> None:
     """Measure, print and save."""
+    torch.set_num_threads(1)
     loss_fn = partial(decoder.loss_terms, config=CONFIG)
     params, window = decoder.init(CONFIG, random.key(0)), make_window()
     num_params = sum(leaf.numel() for leaf in tree.leaves(params))
@@ -75,6 +76,7 @@ def measure(rounds: int, out: Path, console: Console) -> None:
         "torch.func per micro-step": partial(by_func, loss_fn, params, window),
     }
     memory = peak_bytes(variants, label="memory")
+    torch.set_num_threads(threads)
     times = seconds(variants, rounds=rounds, label="time")
     base = next(iter(variants))
     slower = ratios(times, base)

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from transformers import Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
 
 from numden import dist
 from numden.models import decoder, hf
@@ -25,6 +27,7 @@ from numden.pure import optim, random, window_grad
 
 NUM_MICRO_STEPS, ROWS, NUM_STEPS = 8, 2, 3
 SUPERVISED = 0.3
+VOCABULARIES = (32_000, 152_000)
 
 
 def model_config(vocab_size: int) -> decoder.Config:
@@ -74,6 +77,7 @@ def numden_steps(folder: Path, rows: list[Row]) -> tuple[list[float], list[float
 
 def trainer_steps(folder: Path, rows: list[Row]) -> tuple[list[float], list[float]]:
     """Seconds of each step after the first, and the losses of all."""
+    logging.disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     clock = _Clock()
     with tempfile.TemporaryDirectory() as scratch:
@@ -101,6 +105,7 @@ def trainer_steps(folder: Path, rows: list[Row]) -> tuple[list[float], list[floa
             data_collator=_collate,
             callbacks=[clock],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return clock.times[1:], [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -133,36 +138,36 @@ def _collate(rows: list[Row]) -> dict[str, Tensor]:
     return {"input_ids": batch["tokens"], "labels": labels, "attention_mask": attention.long()}
 
 
-def measure(rounds: int, out: Path, console: Console) -> None:
+def measure(rounds: int, threads: int, out: Path, console: Console) -> None:
     """Measure, print and save."""
-    found = []
-    for vocab_size in (32_000, 152_000):
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            _write_model(vocab_size, folder)
-            found.append(_measure_one(vocab_size, folder, rounds))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = {size: _runs(size, Path(scratch) / str(size)) for size in VOCABULARIES}
+        memory = {size: peak_bytes(runs[size], label=f"memory, V = {size:,}") for size in runs}
+        torch.set_num_threads(threads)
+        found = [_row(size, runs[size], memory[size], rounds) for size in runs]
     table("A training step of numden over one of transformers' Trainer", found, console)
     save("trainer", found, out)
 
 
-def _write_model(vocab_size: int, folder: Path) -> None:
-    config = model_config(vocab_size)
+def _runs(vocab_size: int, folder: Path) -> dict[str, Any]:
+    config, rows = model_config(vocab_size), make_rows(vocab_size)
     hf.save(folder, decoder.init(config, random.key(0)), config)
-
-
-def _measure_one(vocab_size: int, folder: Path, rounds: int) -> dict[str, Any]:
-    rows = make_rows(vocab_size)
-    runs = {
+    return {
         "numden": partial(numden_steps, folder, rows),
         "Trainer": partial(trainer_steps, folder, rows),
     }
+
+
+def _row(
+    vocab_size: int, runs: dict[str, Any], memory: dict[str, int], rounds: int
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses = {}
-    for _ in track(range(rounds), description=f"V = {vocab_size:,}"):
+    for _ in track(range(rounds), description=f"time, V = {vocab_size:,}"):
         for name, run in runs.items():
             seconds, losses[name] = run()
             times[name].append(median(seconds))
-    memory = peak_bytes(runs, label="memory")
     pairs = zip(losses["numden"], losses["Trainer"], strict=True)
     return {
         "V": f"{vocab_size:,}",

@@ -32,7 +32,10 @@ def seconds(variants: Variants, *, rounds: int, label: str) -> dict[str, list[fl
 
 
 def peak_bytes(variants: Variants, *, label: str) -> dict[str, int]:
-    """How much memory each variant adds at its peak, each in a fork of its own."""
+    """How much memory each variant adds at its peak, each in a fork of its own.
+
+    Call it before torch has used a second thread: OpenMP's threads do not survive a fork.
+    """
     return {name: _peak(run) for name, run in track(variants.items(), description=label)}
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -18,8 +17,7 @@ def window(rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchmar
     """window_grad against the hand-written loop with known dens: time and peak memory."""
     from against_loop import measure
 
-    torch.set_num_threads(threads)
-    measure(rounds, out, console)
+    measure(rounds, threads, out, console)
 
 
 @app.command()
@@ -27,8 +25,7 @@ def trainer(rounds: int = 3, threads: Threads = 2, out: Out = Path("runs/benchma
     """A whole training step against transformers' Trainer: same model, data and optimizer."""
     from against_trainer import measure
 
-    torch.set_num_threads(threads)
-    measure(rounds, out, console)
+    measure(rounds, threads, out, console)
 
 
 @app.command()
@@ -36,8 +33,7 @@ def scaling(rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchma
     """The cost of a window against its number of micro-steps and of terms."""
     from scaling import measure
 
-    torch.set_num_threads(threads)
-    measure(rounds, out, console)
+    measure(rounds, threads, out, console)
 
 
 @app.command(name="all")

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from against_loop import make_window
 from measure import save, seconds, table
 from rich.console import Console
@@ -32,8 +33,9 @@ def terms_of(num_terms: int, params: Any, batch: dict[str, Tensor]) -> LossTerms
     return LossTerms(shares, terms.den)
 
 
-def measure(rounds: int, out: Path, console: Console) -> None:
+def measure(rounds: int, threads: int, out: Path, console: Console) -> None:
     """Measure, print and save."""
+    torch.set_num_threads(threads)
     params = decoder.init(CONFIG, random.key(0))
     grad = window_grad(partial(terms_of, 1), plan="after")
     equal = [
