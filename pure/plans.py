@@ -8,6 +8,8 @@
 | ``replay`` | after a first pass without gradients | 2 forward, 1 backward | 1 |
 
 All give the same gradient. They differ in cost and in the objectives that they can express.
+``columns`` goes through one graph K times: a loss function that ``torch.compile`` has compiled must
+keep its buffers for that, ``torch._functorch.config.donated_buffer = False``.
 """
 
 from collections.abc import Callable

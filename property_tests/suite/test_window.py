@@ -1,5 +1,6 @@
 """A window gives what the whole batch gives, whatever the plan and the cut."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -306,6 +307,20 @@ def test_no_params_no_gradient(params):
     assert result.loss == 2
     assert result.grads == params
     assert scale.grad is None
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("token_mean", "after"), ("own_dens", "before"), ("dspine", "columns"), ("dice", "replay")],
+)
+def test_compiled_loss_function(name, plan):
+    """A micro-step is what one compiles; the window around it is Python."""
+    case, params, rows = BY_NAME[name], random_params(), random_rows(NUM_ROWS)
+    compiled = dataclasses.replace(case, loss_fn=torch.compile(case.loss_fn, backend="aot_eager"))
+    # A graph that is gone through once for each column must not give its buffers away.
+    with torch._functorch.config.patch(donated_buffer=plan != "columns"):
+        result = grad_of(compiled, plan)(params, cut(rows, [5, 4]))
+    assert_close((result.loss, result.grads), whole_batch(case, params, rows))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
