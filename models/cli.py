@@ -64,11 +64,9 @@ def train(
         Path, typer.Option(help="Where the figures and the plot go.", file_okay=False)
     ] = Path("runs/demo"),
     ranks: Annotated[
-        int | None, typer.Option(help="Ranks on this machine, short for --set run.ranks=.")
+        int | None, typer.Option(help="Ranks on this machine (run.ranks of the file).")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of every draw, short for --set run.seed=.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of every draw (run.seed of the file).")] = None,
     override: Annotated[
         list[str] | None,
         typer.Option(

@@ -3,7 +3,7 @@
 from numden.models.train_config import Data, Drafter, Run, Target, TrainConfig, with_overrides
 
 TINY = TrainConfig(
-    data=Data(max_bytes=12_000, vocab_size=0, max_length=24, held_out=4),
+    data=Data(max_bytes=8_000, vocab_size=0, max_length=24, held_out=4),
     target=Target(
         hidden_size=16,
         num_layers=3,

@@ -11,6 +11,7 @@ from numden.models import decoder, dspark, job
 from numden.models.anchors import candidates
 from numden.models.corpus import stdlib_sources
 from numden.models.data import collate
+from numden.models.decoding import cached_decoder
 from numden.models.job_rows import Corpus, drafter_rows, read_corpus
 from numden.models.rows import Row
 from numden.pure import random, tree, window_grad
@@ -360,8 +361,15 @@ def test_one_cycle_has_its_peak_after_a_tenth(num_windows):
 # --- decoding ------------------------------------------------------------------------------------
 
 
-def test_speculative_tokens_are_the_targets_own(corpus, shapes, target):
+def test_speculative_tokens_are_the_targets_own(corpus, shapes, target, monkeypatch):
     shape, drafter = shapes
+    dtypes = []
+
+    def watched(params, *args, **kwargs):
+        dtypes.append(params["embed"].dtype)
+        return cached_decoder(params, *args, **kwargs)
+
+    monkeypatch.setattr(job, "cached_decoder", watched)
     loud = tree.map(lambda w: 20 * w if w.dim() == 2 else w, job.drafter_init(CONFIG, drafter))
     drafters = {"untrained": job.drafter_init(CONFIG, drafter), "loud": loud}
     prompts = [row.tokens[:5] for row in corpus.held_out]
@@ -377,5 +385,6 @@ def test_speculative_tokens_are_the_targets_own(corpus, shapes, target):
         for plain, speculative in zip(decoded.plain, decoded.by_drafter[name], strict=True):
             assert torch.equal(speculative.tokens, plain)
             assert set(speculative.accepted) <= set(range(CONFIG.drafter.block_size + 1))
+    assert dtypes == [torch.float64]  # where the two best logits are never as close as rounding
     loud, untrained = decoded.by_drafter["loud"], decoded.by_drafter["untrained"]
     assert [d.accepted for d in loud] != [d.accepted for d in untrained]
