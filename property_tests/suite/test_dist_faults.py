@@ -23,6 +23,7 @@ from dist_cases import (
 
 from numden import dist, pure
 from numden.dist import run_local
+from numden.dist.reduction import WindowCollectives
 from numden.pure import LossTerms, optim, tree
 
 BAD = 1
@@ -388,3 +389,24 @@ def test_a_failing_window_changes_neither_params_nor_optimizer():
     for same in run_local(on_rank, 2, timeout=20):
         assert len(same) > 4
         assert all(same)
+
+
+def test_skip_where_nobody_reads_whether_a_rank_failed(monkeypatch):
+    """As on accelerators: the rank that failed says so, the others have a window not to use."""
+    monkeypatch.setattr(WindowCollectives, "_unheard", lambda self: True)
+
+    def on_rank():
+        found, rank = [], c10d.get_rank()
+        for loss in (WITHIN["raises in the last micro-step"][0], terms_of):
+            grad = dist.window_grad(on_tree(loss), on_empty="skip")
+            value = dist.window_value(on_tree(loss), on_empty="skip")
+            for fn in (grad, value):
+                try:
+                    found.append(bool(fn(whole_params(), EVEN[rank]).loss.isfinite()))
+                except RuntimeError as error:
+                    found.append(str(error))
+        return found
+
+    good, bad = run_local(on_rank, 2, timeout=20)
+    assert good == [False, False, True, True]
+    assert bad == ["no forward", "no forward", True, True]

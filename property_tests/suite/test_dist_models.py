@@ -8,6 +8,7 @@ import torch.distributed as c10d
 from dist_cases import apart, plain
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from numden import dist
@@ -83,6 +84,14 @@ def test_equivalent_decoder_wrappings_whole_batch(ranks):
         grad = dist.window_grad(decoder_loss)
         blocks = fully_sharded_decoder(params)
         found = [apart(plain(grad(blocks, own).grads), expected) for _ in range(2)]
+        with torch.no_grad():  # evaluation leaves the root's parameters gathered
+            decoder_loss(blocks, texts()[0])
+        found.append(apart(plain(grad(blocks, own).grads), expected))
+        dist.window_value(decoder_loss)(blocks, own)
+        grads = grad(blocks, own).grads
+        assert all(isinstance(each, DTensor) for each in grads.values())
+        assert all(param.grad is None for param in blocks.parameters())
+        found.append(apart(plain(grads), expected))
         ddp = DistributedDataParallel(as_module(decoder.apply, decoder_params()))
         found.append(apart(plain(grad(ddp, own).grads), expected))
         mesh = init_device_mesh("cpu", (2,))

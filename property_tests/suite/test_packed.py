@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as c10d
-from dist_cases import said
+from dist_cases import FailsBackward, said
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -195,3 +195,16 @@ def test_sums_too_many_and_different(sizes):
     assert one == other
     assert one.startswith("TermStructureError: window: all ranks must return the same sums, but")
     assert f"rank 0 has num[{sizes[0]}]" in one
+
+
+def test_a_rank_that_fails_after_its_sums_were_sent_sends_the_rest():
+    def loss(w, x):
+        w = FailsBackward.apply(w) if c10d.get_rank() else w
+        return LossTerms(w * torch.ones(1500), 1)
+
+    def on_rank():
+        return said(lambda: dist.window_grad(loss)(torch.tensor(1.0), [1]))
+
+    one, other = run_local(on_rank, 2, timeout=20)
+    assert one == other
+    assert one.startswith("RankError: window: a rank failed: RuntimeError: no backward (rank 1)")
