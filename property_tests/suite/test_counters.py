@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from numden.property_tests import count_collectives, count_host_syncs
@@ -17,13 +16,6 @@ from numden.property_tests import count_collectives, count_host_syncs
 
 def _world():
     return c10d.distributed_c10d._get_default_group()
-
-
-@pytest.fixture
-def two_ranks():
-    c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield _world()
-    c10d.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

@@ -18,12 +18,14 @@ from dist_cases import (
     plain,
     reference,
     said,
+    whole,
     whole_params,
     wrapped,
 )
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from numden import dist, pure
 from numden.dist import run_local
@@ -31,13 +33,6 @@ from numden.pure import LossTerms
 
 ROUNDING = 1e-13
 SETTERS = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
-
-
-@pytest.fixture
-def two_ranks():
-    c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    c10d.destroy_process_group()
 
 
 # --- sum_gradients -------------------------------------------------------------------------------
@@ -271,3 +266,27 @@ def test_parameters_that_fsdp_ignores_are_summed_once():
         return [apart(plain(each.grads), reference(CASES["mean"])[1]) for each in results]
 
     assert max(map(max, run_local(on_rank, 2))) < ROUNDING
+
+
+def test_equivalent_tensor_parallel_whole_batch():
+    """What tensor parallelism cut is summed over the data ranks, part by part."""
+    windows = [WINDOW[:3], WINDOW[3:]]
+
+    def even_net():
+        return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+    def on_rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = even_net()
+        expected = pure.window_grad(mean_loss)(model, [whole(WINDOW)]).grads
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        module = parallelize_module(model, mesh["tp"], plan)
+        window = windows[mesh["dp"].get_local_rank()]
+        grads = dist.window_grad(mean_loss, mesh=mesh["dp"])(module, window).grads
+        message = said(lambda: dist.window_grad(mean_loss, mesh=mesh)(module, window))
+        return apart(plain(grads), expected), message
+
+    for off, message in run_local(on_rank, 4, timeout=30):
+        assert off < ROUNDING
+        assert "window_grad: DTensors of a module must lie across the ranks of the win" in message

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from numden.property_tests import LawViolation, laws
 from numden.property_tests.rows import join_rows, num_rows, take_rows
@@ -419,13 +418,6 @@ def test_repeatability_catches():
 
 def _world():
     return c10d.distributed_c10d._get_default_group()
-
-
-@pytest.fixture
-def two_ranks():
-    c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield _world()
-    c10d.destroy_process_group()
 
 
 class SumInBackward(torch.autograd.Function):
