@@ -1,6 +1,7 @@
 """Which ranks a window is summed over, and how they tell each other what went wrong."""
 
 import os
+import pickle
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -94,10 +95,27 @@ def gather_reports(
 ) -> dict[int, Report]:
     """All ranks' reports, by rank among all there are, if none of them is of an error."""
     gathered: list[Any] = [None] * group.size()
-    c10d.all_gather_object(gathered, own, group=group)
+    c10d.all_gather_object(gathered, _picklable(own), group=group)
     by_rank = dict(zip(c10d.get_process_group_ranks(group), gathered, strict=True))
     raise_reports(by_rank, cause)
     return by_rank
+
+
+def _picklable(own: Report) -> Report:
+    """``own``, without the structure of sums that cannot travel: no rank may stay behind here."""
+    try:
+        pickle.dumps(own)
+    except Exception as error:
+        name, text, _ = own
+        if name or text:
+            return name, text, None
+        return report_of(
+            TypeError(
+                f"the trees of sums must be picklable, to tell other ranks of them, got {error}. "
+                "Use dicts, or define the class in a module."
+            )
+        )
+    return own
 
 
 def raise_reports(reports: Mapping[int, Report], cause: Exception | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..pure import Reduction, TermStructureError, tree
 from ..pure._status import OnEmpty
@@ -192,7 +193,7 @@ def sum_replicated(group: c10d.ProcessGroup) -> ReduceGrads:
     def reduce(grads: Any, flag: Tensor) -> Any:
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for leaf in tree.leaves(grads):
-            by_dtype[leaf.dtype].append(leaf)
+            by_dtype[leaf.dtype].append(_own_part(leaf, group))
         # In the dtype of gradients the flag costs no collective of its own.
         rider = flag.to(next(iter(by_dtype.values()))[0]) if by_dtype else flag
         by_dtype[rider.dtype].append(rider)
@@ -202,3 +203,17 @@ def sum_replicated(group: c10d.ProcessGroup) -> ReduceGrads:
         return grads
 
     return reduce
+
+
+def _own_part(leaf: Tensor, group: c10d.ProcessGroup) -> Tensor:
+    """This rank's part of a leaf that tensor parallelism has cut; other leaves whole."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    ranks = c10d.get_process_group_ranks(group)
+    if len(set(leaf.device_mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
+        raise ValueError(
+            "window_grad: DTensors of a module must lie across the ranks of the window, got one on "
+            f"ranks {leaf.device_mesh.mesh.flatten().tolist()} for a window over {ranks}: DTensor "
+            "sums its gradient itself. Give window_grad the mesh of the data dimensions alone."
+        )
+    return leaf.to_local()

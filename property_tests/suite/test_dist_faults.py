@@ -1,6 +1,7 @@
 """What goes wrong on one rank is the same error on all, in the same window, and nothing hangs."""
 
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -410,3 +411,26 @@ def test_skip_where_nobody_reads_whether_a_rank_failed(monkeypatch):
     good, bad = run_local(on_rank, 2, timeout=20)
     assert good == [False, False, True, True]
     assert bad == ["no forward", "no forward", True, True]
+
+
+def test_sums_whose_structure_cannot_travel():
+    """A rank without a batch must learn the structure from the others, who must not stay behind."""
+
+    class Own(NamedTuple):
+        a: torch.Tensor
+
+    def loss(predict, batch):
+        num, den = terms_of(predict, batch)
+        return LossTerms(Own(num), den)
+
+    def on_rank():
+        grad, rank = dist.window_grad(on_tree(loss)), c10d.get_rank()
+        windows = DEALS["first rank without a batch"]
+        return said(lambda: grad(whole_params(), windows[rank])), said(
+            lambda: grad(whole_params(), EVEN[rank])
+        )
+
+    found = run_local(on_rank, 2, timeout=20)
+    assert found[0] == found[1]
+    assert "TypeError: the trees of sums must be picklable" in found[0][0]
+    assert found[0][1] == "nothing was raised"
