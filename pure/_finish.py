@@ -147,10 +147,15 @@ def _dens(terms: LossTerms) -> Tensor:
 
 
 def _apart(a: PyTree, b: PyTree) -> Tensor:
-    """The largest difference between two trees of sums, relative to the larger value."""
+    """The largest difference between two trees of sums, relative to the larger value.
+
+    A sum that cancels is compared with a millionth of the largest: its rounding is that of its
+    addends.
+    """
     pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
+    least = 1e-6 * torch.stack([leaf.abs().max() for leaf in tree.leaves(a)]).max()
     scaled = [
-        ((x - y).abs() / torch.maximum(x.abs(), y.abs()).clamp_min(1e-30)).max()
+        ((x - y).abs() / torch.maximum(x.abs(), y.abs()).clamp_min(least.clamp_min(1e-30))).max()
         for x, y in ((x, y.to(x.device, x.dtype, non_blocking=True)) for x, y in pairs)
     ]
     return torch.stack(scaled).max()
