@@ -101,7 +101,9 @@ def assert_one_line_error(result, said):
     ],
 )
 def test_a_bad_value_is_one_line_and_code_2(tmp_path, args, said):
-    assert_one_line_error(invoke("train", "--out", tmp_path / "out", *args), said)
+    config = written(tmp_path, TINY)
+    result = invoke("train", "-c", config, "--out", tmp_path / "out", *args)
+    assert_one_line_error(result, said)
     assert not (tmp_path / "out").exists()
 
 
@@ -121,13 +123,13 @@ def test_bad_shapes_are_found_before_anything_is_trained(tmp_path):
     assert result.stdout == ""
 
 
-def test_a_missing_package_is_found_before_anything_is_trained(monkeypatch):
+def test_a_missing_package_is_found_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     expected = (
         "numden train: needs the package matplotlib, which is not installed. "
         "Run: pip install 'numden[train]'"
     )
-    assert_one_line_error(invoke("train"), expected)
+    assert_one_line_error(invoke("train", "-c", written(tmp_path, TINY)), expected)
 
 
 def test_paths_are_checked(tmp_path):

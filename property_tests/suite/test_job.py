@@ -45,6 +45,16 @@ def same_rows(got, expected):
     )
 
 
+def drafter_windows(config, corpus, shapes, target, rank=0, num_ranks=1):
+    shape, drafter = shapes
+    return job.drafter_windows(config, corpus, shape, drafter, target, rank, num_ranks)
+
+
+def save_states(config, corpus, shapes, target, rank=0, num_ranks=1):
+    shape, drafter = shapes
+    job.save_states(config, corpus, shape, drafter, target, rank, num_ranks)
+
+
 # --- corpus --------------------------------------------------------------------------------------
 
 
@@ -183,7 +193,7 @@ def test_all_of_a_row_is_an_answer_to_one(corpus):
 
 
 def test_micro_steps_of_a_window_differ_in_their_den(corpus, shapes, target):
-    stream = job.drafter_windows(CONFIG, corpus, *shapes, target)
+    stream = drafter_windows(CONFIG, corpus, shapes, target)
     dens = [[float(dspark.den(b, shapes[1])) for b in window] for window in islice(stream, 6)]
     assert sum(max(window) > 2 * min(window) for window in dens) >= 4
 
@@ -204,7 +214,7 @@ def test_shares_of_ranks_are_the_window_of_one(corpus, shapes, target, kind):
     def stream(*ranks):
         if kind == "target":
             return islice(job.target_windows(CONFIG, corpus, *ranks), 3)
-        return islice(job.drafter_windows(CONFIG, corpus, *shapes, target, *ranks), 3)
+        return islice(drafter_windows(CONFIG, corpus, shapes, target, *ranks), 3)
 
     for whole, first, second in zip(stream(), stream(0, 2), stream(1, 2), strict=True):
         assert len(first) + len(second) == len(whole) == (2 if kind == "target" else 5)
@@ -219,7 +229,7 @@ def test_draws_differ_between_seeds_and_epochs(corpus, shapes, target):
     few = Corpus(corpus.tokenizer, corpus.rows[:2], corpus.held_out)
 
     def draws(config):
-        stream = job.drafter_windows(config, few, *shapes, target)
+        stream = drafter_windows(config, few, shapes, target)
         return [window[0]["key"].sort(0).values.tolist() for window in islice(stream, 2)]
 
     first, second = draws(CONFIG)
@@ -292,7 +302,7 @@ def saved(corpus, shapes, target, tmp_path_factory):
         patch.setattr(job, "_ROWS_PER_FILE", 100)
         num_files = -(-len(corpus.rows) // 100)
         for rank, written in ((1, num_files // 2), (0, num_files)):
-            job.save_states(config, corpus, *shapes, target, rank, 2)
+            save_states(config, corpus, shapes, target, rank, 2)
             assert len(list(folder.iterdir())) == written
         return job.read_states(config, corpus)
 
@@ -308,12 +318,11 @@ def test_equivalent_saved_states_on_the_fly(corpus, saved, shapes, target, dtype
     target = tree.map(lambda leaf: leaf.to(dtype), target)
     params = tree.map(lambda leaf: leaf.to(dtype), job.drafter_init(CONFIG, shapes[1]))
     grad = window_grad(job.drafter_loss(shapes[1], target), dspark.objective(shapes[1]))
-    on_the_fly = islice(job.drafter_windows(CONFIG, corpus, *shapes, target), 3)
+    on_the_fly = islice(drafter_windows(CONFIG, corpus, shapes, target), 3)
     expected = [grad(params, window) for window in on_the_fly]
     monkeypatch.setattr(job, "states", None)  # is not called any more
     found = [
-        grad(params, window)
-        for window in islice(job.drafter_windows(CONFIG, saved, *shapes, target), 3)
+        grad(params, window) for window in islice(drafter_windows(CONFIG, saved, shapes, target), 3)
     ]
     for got, want in zip(found, expected, strict=True):
         # The states were rounded to float32 in batches of other shapes, a few units of 6e-8 each.
@@ -334,7 +343,7 @@ def test_states_of_rows_of_one_length_are_the_same_to_the_bit(shapes, target, tm
     states = job.states(batch, target, *shapes)
     config = tiny(f"drafter.features={tmp_path}")
     corpus = Corpus(None, rows, [])  # pyright: ignore[reportArgumentType]
-    job.save_states(config, corpus, *shapes, target)
+    save_states(config, corpus, shapes, target)
     again = collate(job.read_states(config, corpus).rows, key=key)
     assert torch.equal(again["captured"], states["captured"])
     assert torch.equal(again["final"], states["final"])

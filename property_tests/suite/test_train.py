@@ -17,6 +17,7 @@ from numden.dist import Record, fit, init_state, run_local, sum_of_squares, trai
 from numden.models import as_module, as_params
 from numden.property_tests.counters import count_collectives
 from numden.pure import EmptyWindowError, LossTerms, NonFiniteLossError, optim, tree
+from numden.pure._status import OnEmpty
 
 SGD = optim.from_torch(torch.optim.SGD, lr=0.5)
 MOMENTUM = optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.5)
@@ -35,7 +36,7 @@ def weights():
     return {"w": torch.tensor(2.0, dtype=torch.float64)}
 
 
-def stepper(fun=scaled, optimizer=SGD, *, on_empty="raise", **options):
+def stepper(fun=scaled, optimizer=SGD, *, on_empty: OnEmpty = "raise", **options):
     return train_step(pure.window_grad(fun, on_empty=on_empty), optimizer, **options)
 
 

@@ -50,6 +50,13 @@ ROWS = [row(i) for i in range(20)]
 
 def windows_of(rank=0, num_ranks=1):
     """Three windows of three ragged micro-batches, and one of a single one: rank 1 has none."""
-    options = {"num_micro_steps": 3, "num_rows": 2, "num_epochs": 1}
-    stream = windows(ROWS, key=random.key(2), rank=rank, num_ranks=num_ranks, **options)
+    stream = windows(
+        ROWS,
+        key=random.key(2),
+        num_micro_steps=3,
+        num_rows=2,
+        num_epochs=1,
+        rank=rank,
+        num_ranks=num_ranks,
+    )
     return [window for window, _ in stream]
