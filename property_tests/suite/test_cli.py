@@ -13,6 +13,7 @@ import yaml
 from job_cases import TINY
 from typer.testing import CliRunner
 
+from numden.models import job
 from numden.models.cli import app
 
 RUNNER = CliRunner(env={"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"})
@@ -261,6 +262,29 @@ def test_the_command_leaves_no_ranks_behind(run):
     assert torch.get_num_threads() == 1
 
 
+@pytest.fixture
+def watched(monkeypatch):
+    """States are computed on ranks alone, to be saved; each rank takes its own share of windows."""
+    states = job.states
+
+    def on_ranks(*args, **kwargs):
+        assert c10d.is_initialized()
+        return states(*args, **kwargs)
+
+    def own_share(windows):
+        def checked(*args):
+            if c10d.is_initialized():
+                assert args[-2:] == (c10d.get_rank(), c10d.get_world_size())
+            return windows(*args)
+
+        return checked
+
+    monkeypatch.setattr(job, "states", on_ranks)
+    for name in ("target_windows", "drafter_windows"):
+        monkeypatch.setattr(job, name, own_share(getattr(job, name)))
+
+
+@pytest.mark.usefixtures("watched")
 def test_a_run_with_states_in_files_is_the_same(run, tmp_path):
     options = ["--set", f"drafter.features={tmp_path}/states", "--set", "run.prompts=1"]
     config = written(tmp_path, TINY)
