@@ -85,7 +85,7 @@ def _zeros(spec: Spec, params: Any) -> Any:
 
 def empty_window(spec: Spec, params: Any, collectives: WindowCollectives) -> WindowGrad:
     """Take part without a micro-step: zeros to each sum, whose structure the others tell."""
-    if spec.on_empty == "skip" and collectives.device.type != "cpu":
+    if collectives.unheard():
         raise ValueError(
             "window: on_empty='skip' reads nothing on the host, so a rank without a batch "
             "cannot learn the terms of the others. Give each rank a batch, or use 'zero'."
@@ -95,12 +95,16 @@ def empty_window(spec: Spec, params: Any, collectives: WindowCollectives) -> Win
     ]
     received = [collectives.start(packed)() for packed in nothing]
     grads = collectives.grads(_zeros(spec, params))
+    agreed = torch.ones((), dtype=torch.bool)
+    if spec.on_empty == "skip":
+        agreed = collectives.agree(agreed)
     gathered = collectives.gather((None, None, None)) if collectives.in_trouble() else {}
     like = next((like for _, _, like in gathered.values() if like is not None), None)
     told = pure.Reduction(
         totals=lambda sums: sums,
         grads=lambda _: grads,
         reports=lambda _: [(rank, text) for rank, (_, text, _) in gathered.items()],
+        agree=lambda good: good & agreed,
     )
     carry = init(replace(spec, plan="after"), attach(params))
     if like is not None:

@@ -4,9 +4,10 @@
     one coalesced SUM of the gradients that nobody has reduced yet
     one gathering of reports, only in a window in which something is wrong
 
-(Plan ``before`` has one all-reduce more: its dens are needed before the window.) A rank whose loss
-function raises still takes part, with zeros and a flag, so that no rank waits for it in vain; then
-all ranks raise the same error.
+(Plan ``before`` has one all-reduce more: its dens are needed before the window. So has
+``on_empty="skip"``: no rank may apply what another skips.) A rank whose loss function raises still
+takes part, with zeros and a flag, so that no rank waits for it in vain; then all ranks raise the
+same error.
 """
 
 from collections import defaultdict
@@ -46,7 +47,7 @@ class WindowCollectives:
         on_empty: OnEmpty = "raise",
     ) -> None:
         self.group = group
-        self.reduction = Reduction(self.totals, self.grads, self.reports)
+        self.reduction = Reduction(self.totals, self.grads, self.reports, self.agree)
         self.device = group_device(group)
         self._reduce_grads = reduce_grads
         self._totals_left = num_totals
@@ -115,6 +116,14 @@ class WindowCollectives:
         self._trouble.add_(flag.to(self._trouble))
         return reduced
 
+    def agree(self, good: Tensor) -> Tensor:
+        """Whether the window is good on all ranks, those that failed included; a device scalar."""
+        if self._reduce_grads is None:
+            return good  # a loss alone is found from totals, which all ranks share
+        bad = (~good).reshape(1).to(self.device, torch.float64)
+        c10d.all_reduce(bad, group=self.group)
+        return (bad == 0).squeeze().to(good.device)
+
     def reports(self, fault: str | None) -> Sequence[tuple[int | None, str | None]]:
         """What each rank says of itself; called by all ranks once each knows of trouble.
 
@@ -133,10 +142,10 @@ class WindowCollectives:
 
     def settle(self) -> None:
         """Exchange reports after a window whose faults nobody read, where a host read is free."""
-        if self._on_empty == "skip" and not self._unheard() and self.in_trouble():
+        if self._on_empty == "skip" and not self.unheard() and self.in_trouble():
             self.reports(None)
 
-    def _unheard(self) -> bool:
+    def unheard(self) -> bool:
         """Whether no rank reads that another is in trouble, so that none takes part in reports."""
         return self._on_empty == "skip" and self.device.type != "cpu"
 
@@ -153,7 +162,9 @@ class WindowCollectives:
         while self._totals_left:
             self.start(pack(None, failed=True, device=self.device))()
         self.grads(zero_grads(), failed=True)
-        if self._unheard():
+        if self._on_empty == "skip":
+            self.agree(torch.zeros((), dtype=torch.bool))
+        if self.unheard():
             raise error
         self.gather(report_of(error), cause=error)
 

@@ -41,7 +41,7 @@ def window_grad(
     As ``numden.pure.window_grad``: the loss is the objective of the sums over all micro-steps of
     all ranks, the same on each rank. Per window there is one all-reduce of all sums, packed in
     float64 and started before the last backward pass, and the SUM of the gradients; none in a
-    micro-step. (Plan "before" has one all-reduce more.)
+    micro-step. (Plan "before" has one small all-reduce more, and so has ``on_empty="skip"``.)
 
     Ranks may have different numbers of micro-steps, also none. When a loss function raises on one
     rank, or ranks return different terms, all ranks raise the same error in this window, and the
@@ -75,6 +75,7 @@ def window_grad(
         EmptyWindowError: by the result, see ``on_empty``.
         NonFiniteLossError: by the result, naming term, micro-step and rank.
         TermStructureError: by the result, when terms do not fit together, or ranks differ.
+        ValueError: by the result, when params lie on other ranks than the window.
 
     Examples:
         >>> from numden.pure import LossTerms

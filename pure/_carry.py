@@ -17,6 +17,10 @@ from .tree import PyTree
 __all__ = ["LOCAL", "Carry", "FirstPass", "Reduction", "Spec", "WindowGrad"]
 
 
+def _same(values: PyTree) -> PyTree:
+    return values
+
+
 def _one_rank(report: str | None) -> Sequence[tuple[int | None, str | None]]:
     return [(None, report)]
 
@@ -30,6 +34,8 @@ class Reduction(NamedTuple):
         grads: sums a pytree of gradients over ranks; called once per window.
         reports: gathers, once a fault is known on each rank, what each rank says of its own:
             pairs of rank and text, both None where there is nothing to say.
+        agree: from whether the window is good on this rank to whether it is on all; called once
+            per window under ``on_empty="skip"``, where no rank raises what it alone has seen.
 
     Examples:
         >>> LOCAL.totals({"num": 3.0})
@@ -39,10 +45,7 @@ class Reduction(NamedTuple):
     totals: Callable[[PyTree], PyTree]
     grads: Callable[[PyTree], PyTree]
     reports: Callable[[str | None], Sequence[tuple[int | None, str | None]]] = _one_rank
-
-
-def _same(values: PyTree) -> PyTree:
-    return values
+    agree: Callable[[Tensor], Tensor] = _same
 
 
 LOCAL = Reduction(totals=_same, grads=_same)

@@ -54,7 +54,9 @@ def finish(spec: Spec, carry: Carry) -> WindowGrad:
     good = sound(status, sums.terms, unrepeated) if spec.on_empty == "skip" else finite
     factors = [torch.where(good, factor, 0) for factor in factors]
     combined = spec.reduction.grads(_combine(carry.grads, factors, donate=spec.donate))
-    if spec.on_empty != "skip":
+    if spec.on_empty == "skip":
+        good = spec.reduction.agree(good)
+    else:
         check(status, sums.terms, spec.plan, spec.on_empty, spec.reduction.reports)
     return WindowGrad(_settled(loss, good, spec.on_empty), combined, sums.terms, ratios(sums))
 

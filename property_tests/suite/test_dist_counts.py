@@ -66,6 +66,15 @@ def test_before_counts_its_dens_in_one_more():
         assert found == [{TOTALS: 2, GRADS: 1}] * 2
 
 
+def test_skip_agrees_in_one_more():
+    def on_rank():
+        grad = dist.window_grad(on_tree(mean_loss), on_empty="skip")
+        return [counts_of(grad, whole_params(), window) for window in (WINDOW[:1], WINDOW)]
+
+    for found in run_local(on_rank, 2):
+        assert found == [{TOTALS: 2, GRADS: 1}] * 2
+
+
 def test_window_value_one_all_reduce():
     def on_rank():
         value = dist.window_value(on_tree(of_many_terms))

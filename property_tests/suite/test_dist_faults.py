@@ -392,25 +392,70 @@ def test_a_failing_window_changes_neither_params_nor_optimizer():
         assert all(same)
 
 
-def test_skip_where_nobody_reads_whether_a_rank_failed(monkeypatch):
+@pytest.mark.parametrize("unheard", [False, True])
+@pytest.mark.parametrize("kind", ["tree", "fsdp"])
+def test_skip_is_the_same_on_all_ranks(kind, unheard, monkeypatch):
+    """What one rank alone sees is a window that no rank may use, or replicas would drift apart."""
+    seen_by_one = {
+        "a replay that does not repeat": (EVEN, {"plan": "replay"}),
+        "a direction that the rank without a batch cannot know": (
+            DEALS["first rank without a batch"],
+            {"plan": "after"},
+        ),
+    }
+    if unheard:  # as on accelerators, where nobody reads faults, and each rank needs a batch
+        monkeypatch.setattr(WindowCollectives, "unheard", lambda self: True)
+        seen_by_one.popitem()
+
+    def on_rank():
+        (params, on), found = wrapped(kind), []
+        for name, (windows, options) in seen_by_one.items():
+            loss, _, more, _ = (WITHIN | ENDS_OF_WINDOW)[name]
+            objective = more.get("objective", pure.term_mean())
+            grad = dist.window_grad(on(loss), objective, on_empty="skip", **options)
+            found.append(bool(grad(params, windows[c10d.get_rank()]).valid))
+        good = dist.window_grad(on(terms_of), on_empty="skip")
+        return [*found, bool(good(params, EVEN[c10d.get_rank()]).valid)]
+
+    assert run_local(on_rank, 2, timeout=20) == [[False] * len(seen_by_one) + [True]] * 2
+
+
+@pytest.mark.parametrize("name", ["in the last micro-step", "in the backward pass after the sums"])
+def test_skip_where_nobody_reads_whether_a_rank_failed(name, monkeypatch):
     """As on accelerators: the rank that failed says so, the others have a window not to use."""
-    monkeypatch.setattr(WindowCollectives, "_unheard", lambda self: True)
+    monkeypatch.setattr(WindowCollectives, "unheard", lambda self: True)
+    (fault,) = (fault for each, (fault, *_) in WITHIN.items() if name in each)
 
     def on_rank():
         found, rank = [], c10d.get_rank()
-        for loss in (WITHIN["raises in the last micro-step"][0], terms_of):
+        for loss in (fault, terms_of):
             grad = dist.window_grad(on_tree(loss), on_empty="skip")
-            value = dist.window_value(on_tree(loss), on_empty="skip")
-            for fn in (grad, value):
-                try:
-                    found.append(bool(fn(whole_params(), EVEN[rank]).loss.isfinite()))
-                except RuntimeError as error:
-                    found.append(str(error))
+            try:
+                found.append(bool(grad(whole_params(), EVEN[rank]).valid))
+            except RuntimeError as error:
+                found.append(str(error))
         return found
 
     good, bad = run_local(on_rank, 2, timeout=20)
-    assert good == [False, False, True, True]
-    assert bad == ["no forward", "no forward", True, True]
+    assert good == [False, True]
+    assert bad[0] in ("no forward", "no backward")
+    assert bad[1] is True
+
+
+def test_skip_where_nobody_reads_needs_a_batch_on_each_rank(monkeypatch):
+    monkeypatch.setattr(WindowCollectives, "unheard", lambda self: True)
+
+    def on_rank():
+        grad = dist.window_grad(on_tree(terms_of), on_empty="skip")
+        window = DEALS["last rank without a batch"][c10d.get_rank()]
+        try:
+            return bool(grad(whole_params(), window).valid)
+        except ValueError as error:
+            return str(error)
+
+    good, idle = run_local(on_rank, 2, timeout=20)
+    assert good is False
+    assert idle.startswith("window: on_empty='skip' reads nothing on the host, so a rank without a")
 
 
 def test_sums_whose_structure_cannot_travel():
