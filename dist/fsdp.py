@@ -78,8 +78,9 @@ def abort_with(error: Exception, group: c10d.ProcessGroup) -> NoReturn:
     """Raise on this rank what went wrong first on any, and leave the ranks that wait for this one.
 
     A rank that fails within the passes of an FSDP2 module leaves its peers in a collective that it
-    cannot join any more. It leaves word in the store and aborts all process groups; the peers fail
-    by that on NCCL, on gloo when this process ends, which the error that it raises sees to.
+    cannot join any more. It leaves word in the store and aborts all process groups, so that nothing
+    of NCCL keeps its process from ending. With the process the connections end (gloo knows no other
+    way), and with them the waiting of the peers, who then find the word and raise the same error.
     """
     name, text, _ = report_of(error)
     rank, name, text = _first_word(f"{c10d.get_rank()}\n{name}\n{text}", group).split("\n", 2)
