@@ -201,19 +201,18 @@ def _bar(label: str, total: int | None, show: bool) -> Iterator[Callable[..., No
 
     columns = (
         progress.TextColumn("[bold]{task.description}"),
-        progress.BarColumn(),
+        progress.BarColumn(bar_width=None),  # what the other columns leave
         progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
         progress.TextColumn("eta"),
-        progress.TimeRemainingColumn(),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
         progress.TextColumn("{task.fields[said]}"),
     )
-    with progress.Progress(*columns) as bar:
+    with progress.Progress(*columns, expand=True) as bar:
         yield partial(bar.update, bar.add_task(label, total=total, said=""))
 
 
 def _said(record: Record) -> str:
     return (
-        f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  "
-        f"{record.tokens_per_second:,.0f} tok/s a rank"
+        f"loss {record.loss:.3f} norm {record.grad_norm:.2f} "
+        f"{record.tokens_per_second:,.0f} tok/s/rank"
     )

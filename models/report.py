@@ -101,9 +101,9 @@ def _decoding_table(found: dict[str, Any]) -> Table:
 
 
 def _receipt_table(rows: dict[str, dict[str, float]]) -> Table:
-    title = "Exactness receipt: one window, float64, against the whole batch at once"
+    title = "Exactness receipt: one window in float64, against the whole batch"
     table = Table(title=title, title_justify="left")
-    for header in ("ranks x micro-steps", "loss", "largest relative difference of the gradient"):
+    for header in ("ranks x micro-steps", "loss", "gradient off by"):
         table.add_column(header, justify="left" if header.startswith("ranks") else "right")
     for name, row in rows.items():
         style = "red" if name == "mean of means" else None

@@ -299,8 +299,11 @@ def test_a_run_with_states_in_files_is_the_same(run, tmp_path):
     assert max(r["gradient"] for n, r in figures["receipt"].items() if n != "mean of means") < 1e-12
 
 
-def test_a_run_on_one_rank(tmp_path):
+def test_a_run_on_one_rank_and_conversations(tmp_path):
+    talks = [{"prompt": "?" * (1 + i % 5), "response": "!" * (1 + i % 11)} for i in range(30)]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
     options = ["--ranks", 1, "--set", "run.prompts=1", "--set", "run.new_tokens=1"]
+    options += ["--set", f"data.files={tmp_path}/*.jsonl", "--set", "drafter.num_windows=9"]
     config = written(tmp_path, TINY)
     result = invoke("train", "-c", config, "--out", tmp_path / "out", *options)
     assert result.exit_code == 0, result.output
@@ -308,6 +311,10 @@ def test_a_run_on_one_rank(tmp_path):
     assert list(figures["final_loss"]) == ["1 rank with FSDP2", "1 rank"]
     assert figures["accepted_length"]["untrained"] == 1  # one token needs no round
     assert figures["receipt"]["1 rank with FSDP2 x ragged"]["gradient"] < 1e-12
+    assert figures["config"]["data"]["files"] == [f"{tmp_path}/*.jsonl"]
+    # The first is too short: bos, two roles, two eos, and a letter from each.
+    assert result.output.startswith("25 rows with ")
+    assert "and 4 rows held out" in " ".join(result.output.split())
 
 
 @pytest.mark.slow

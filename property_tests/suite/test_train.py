@@ -229,19 +229,22 @@ def test_gradients_do_not_live_through_the_next_window():
     assert len(grads) == 3
 
 
-def test_progress_says_what_the_last_record_says(capsys):
+def test_progress_says_what_the_last_record_says_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     fit(
         stepper(),
         init_state(weights(), SGD),
-        [[batch(8.0)]] * 3,
-        log_every=2,
-        num_windows=3,
-        label="my label",
+        [[batch(0.125)]] * 150,
+        log_every=100,
+        num_windows=150,
+        label="DSpark, 2 ranks",
     )
-    said = capsys.readouterr().out
-    assert "my label" in said
-    assert "3/3" in said
-    assert "loss -48.0000  norm 8.000" in " ".join(said.split("\n")).replace("\r", "")
+    (said,) = capsys.readouterr().out.strip().split("\n")
+    assert said.startswith("DSpark, 2 ranks ━━━━")
+    # Each window takes 0.5 / 8 off a weight of 2; the loss is an eighth of the weight before.
+    assert " 150/150 eta 0:00:0" in said
+    assert f" loss {(2 - 149 / 16) / 8:.3f} norm 0.12 " in said
+    assert said.endswith(" tok/s/rank")
 
 
 def test_no_progress_says_nothing_and_needs_no_rich(capsys, monkeypatch):
