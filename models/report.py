@@ -101,7 +101,7 @@ def _decoding_table(found: dict[str, Any]) -> Table:
 
 
 def _receipt_table(rows: dict[str, dict[str, float]]) -> Table:
-    title = "Exactness receipt: one window in float64, against the whole batch"
+    title = "Exactness receipt: one window, in float64"
     table = Table(title=title, title_justify="left")
     for header in ("ranks x micro-steps", "loss", "gradient off by"):
         table.add_column(header, justify="left" if header.startswith("ranks") else "right")
