@@ -25,7 +25,7 @@ from numden.models import decoder, hf
 from numden.models.data import Row, collate
 from numden.pure import optim, random, window_grad
 
-NUM_MICRO_STEPS, ROWS, NUM_STEPS = 8, 2, 3
+NUM_MICRO_STEPS, ROWS, NUM_STEPS = 8, 2, 2
 SUPERVISED = 0.3
 VOCABULARIES = (32_000, 152_000)
 
