@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=30, deadline=None, suppress_health_check=slow_ok)
 settings.register_profile(
-    "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow_ok
+    "ci", max_examples=30, deadline=None, derandomize=True, suppress_health_check=slow_ok
 )
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))

@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as c10d
 from dspark_cases import TARGET, make_batch, make_config, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from numden import dist
+from numden.dist import run_local
 from numden.models import decoder, dspark
 from numden.property_tests import laws, over_ranks
 from numden.property_tests._window_laws import results
@@ -308,7 +311,34 @@ def test_split_invariance(loss, data):
     )
     # The other plans multiply by the cotangent before they add: exact only where that is.
     exact = loss.exact and plan == "after"
-    laws.split_invariance(step, params, [[[join_rows(window)]], [window], world], exact=exact)
+    whole = [[join_rows(window)]]
+    laws.split_invariance(step, params, [whole, [window]], exact=exact)
+    # Each rank multiplies its share by one over the den before ranks add: rounded twice.
+    laws.split_invariance(step, params, [whole, world])
+
+
+@each_loss
+def test_split_invariance_on_real_ranks(loss):
+    """The same with two processes, one of which may have no micro-step, on few examples."""
+
+    def world_grad(params, world):
+        grad = dist.window_grad(loss.loss_fn, loss.objective, on_empty="zero")
+        if len(world) == 1:
+            return grad(params, world[0])
+        first, second = run_local(lambda: grad(params, world[c10d.get_rank()]), 2, timeout=30)
+        assert torch.equal(first.loss, second.loss)
+        return first
+
+    @settings(max_examples=2)
+    @given(st.data())
+    def check(data):
+        params, window = data.draw(loss.params), data.draw(windows(loss.batches))
+        dealt = data.draw(worlds(len(window), max_ranks=2))
+        shares = [[window[step] for step in steps] for steps in dealt]
+        world = [*shares, []] if len(shares) == 1 else shares
+        laws.split_invariance(world_grad, params, [[window], world])
+
+    check()
 
 
 @law
