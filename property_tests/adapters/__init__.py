@@ -1,0 +1,1 @@
+"""Steps made of other people's trainers, for ``check_step``. Each imports its framework lazily."""
