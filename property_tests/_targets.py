@@ -150,7 +150,7 @@ def _guarded(run: Callable[[], Any], what: str, option: str) -> Any:
 
 def _told(error: BaseException) -> str:
     """An exception in a line, with the last place that is not of the import machinery."""
-    said = "".join(traceback.format_exception_only(error)).strip()
+    said = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
@@ -178,7 +178,8 @@ def _read(path: Path, option: str) -> Any:
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        said = f"{type(error).__name__}: {str(error).partition('. ')[0]}"  # torch's go on and on
         raise TargetError(
-            f"{option}: {path} must be a file of tensors, and reading it raised {_told(error)}. "
+            f"{option}: {path} must be a file of tensors, and reading it raised {said}. "
             "Name a function that reads it: my_file.py:function."
         ) from error
