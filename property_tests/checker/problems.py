@@ -95,7 +95,9 @@ def two_heads() -> Problem:
     def loss_fn(params: Any, batch: Batch) -> LossTerms:
         main, mask = _token_sums(params, batch), batch["extra_mask"]
         extra = params["w"] * (batch["extra_losses"] * mask).sum()
-        return LossTerms({"main": main.num, "extra": extra}, {"main": main.den, "extra": mask.sum()})
+        return LossTerms(
+            {"main": main.num, "extra": extra}, {"main": main.den, "extra": mask.sum()}
+        )
 
     return Problem(loss_fn, _params(), _token_batches(extra_head=True))
 
@@ -147,7 +149,7 @@ def _params() -> dict[str, Tensor]:
 @st.composite
 def _token_batches(draw: DrawFn, *, per_row: str = "", extra_head: bool = False) -> Batch:
     """Ragged rows: a prompt that is not supervised, an answer that is, padding."""
-    num_rows, width = draw(st.integers(1, 8)), draw(st.integers(2, 5))
+    num_rows, width = draw(st.integers(1, 3)), draw(st.integers(2, 4))
     losses = _matrix(draw, dyadic(min_value=0.125, max_value=8), num_rows, width)
     rows = [sorted(draw(st.tuples(*[st.integers(0, width)] * 2))) for _ in range(num_rows)]
     starts, ends = torch.tensor(rows).unsqueeze(-1).unbind(1)
