@@ -95,10 +95,9 @@ def sentence(verdict: Verdict) -> str:
 def explanations(verdict: Verdict) -> list[tuple[str, str]]:
     """What went wrong and what to do about it: labels and sentences."""
     violation, said = verdict.violation, []
-    if verdict.status == "failed":
-        said.append(("raised", verdict.words))
     if violation:
         said.append(("rule", violation.rule))
+    said.append(("found", verdict.words))
     for diagnosis in verdict.diagnoses:
         said += _of_diagnosis(diagnosis)
     if violation and not any(diagnosis.faults for diagnosis in verdict.diagnoses):

@@ -123,7 +123,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _is(verdict: Verdict) -> str:
-    return "is broken" if verdict.status == "broken" else "could not be tried: the code failed"
+    return "is broken" if verdict.status == "broken" else "could not be tried"
 
 
 # --- on a terminal -------------------------------------------------------------------------------

@@ -192,6 +192,21 @@ def test_without_a_known_fault_the_usual_cause_is_told():
     assert "usual cause" not in as_text(REPORT)
 
 
+def test_code_that_failed_is_shown_if_there_is_an_example():
+    told = FAILED._replace(example="rank 0: 1 token", code="step(params, world)")
+    text = as_text(report_of(told))
+    assert "evaluation loss could not be tried\n" in text
+    assert "  found        IndexError: index 0 is out of bounds (step.py:7)\n" in text
+    assert text.endswith("  example      rank 0: 1 token\n\nto repeat it:\n\nstep(params, world)")
+    assert "evaluation loss could not be tried" in on_terminal(report_of(told), 80)
+    assert "found" not in as_text(report_of(FAILED))
+
+
+def test_what_was_found_beside_the_values_is_told():
+    text = as_text(report_of(broken(words="wrong on 50 of 53 windows")))
+    assert "(ratio 1.42857 = 10/7)\n  found        wrong on 50 of 53 windows\n" in text
+
+
 def test_the_message_of_a_failed_check_is_its_report():
     with pytest.raises(CheckFailed) as caught:
         REPORT.require()
