@@ -94,12 +94,12 @@ def check(
     Example: numden check my_loss.py:loss_fn --params my_loss.py:params --batch my_loss.py:batch
     """
     with _errors("numden check"), _quiet(in_json):
-        if params is None or not batch:
-            raise TargetError("needs --params and --batch. Write --params my_loss.py:params.")
+        if not batch:
+            raise TargetError("needs a batch. Write --batch my_loss.py:batch.")
         report = _watched(
             report_loss,
             load_function(loss, "the loss function"),
-            load_value(params, "--params"),
+            params and load_value(params, "--params"),
             _batches(batch),
             pad_row=pad_row and load_function(pad_row, "--pad-row"),
             pad_columns=pad_columns and load_function(pad_columns, "--pad-columns"),
@@ -140,6 +140,13 @@ def check_step(
     returns: Annotated[
         Literal["grads", "params"], typer.Option(help="What a step that returns a tree returns.")
     ] = "grads",
+    uneven: Annotated[
+        bool, typer.Option("--uneven", help="Ranks may differ in their number of micro-steps.")
+    ] = False,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="The rate of plain SGD that made new params.", show_default="1.0"),
+    ] = None,
     max_norm: Annotated[
         float | None, typer.Option(help="The norm that the step clips to.", min=0.0)
     ] = None,
@@ -169,6 +176,7 @@ def check_step(
             params and load_value(params, "--params"),
             _batches(batch) if batch else None,
             ranks=ranks and _range(ranks),
+            uneven=uneven,
             returns=returns,
             max_norm=max_norm,
             seed=seed,
@@ -176,6 +184,7 @@ def check_step(
             **_given(
                 objective=objective and load_function(objective, "--objective"),
                 max_micro_steps=micro_steps,
+                lr=lr,
                 max_examples=examples,
                 timeout_s=timeout,
                 budget_s=budget,
@@ -256,8 +265,8 @@ def _watched(run: Any, *args: Any, **options: Any) -> Report:
         redirect_stderr=False,
         disable=not console.is_terminal,
     ) as progress:
-        progress.add_task("trying the laws", total=None)
-        return run(*args, **options)
+        task = progress.add_task("trying the laws", total=None)
+        return run(*args, **options, progress=lambda said: progress.update(task, description=said))
 
 
 def _show(report: Report, in_json: bool) -> None:

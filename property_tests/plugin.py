@@ -47,7 +47,7 @@ def law_tests(
     def as_tests(loss_fn: Callable[..., Any]) -> Callable[..., None]:
         import pytest
 
-        from .checker.loss import LAWS
+        from .checker.loss_trials import LAWS
 
         @pytest.mark.parametrize("law", list(laws or LAWS))
         def test(law: str, request: pytest.FixtureRequest) -> None:
