@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import strategies as st
@@ -10,7 +10,14 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
-__all__ = ["dyadic", "dyadic_tensors", "masks", "require_interval", "token_batches"]
+__all__ = [
+    "dyadic",
+    "dyadic_tensors",
+    "masks",
+    "ragged_masks",
+    "require_interval",
+    "token_batches",
+]
 
 
 def dyadic(
@@ -97,6 +104,44 @@ def masks(
         )
     places = st.sets(st.integers(0, size - 1), min_size=min_true, max_size=max_true)
     return (places if size else st.just(set())).map(lambda true: _mask(shape, true))
+
+
+def ragged_masks(
+    rows: int, columns: int, *, min_total: int = 0, side: Literal["right", "left"] = "right"
+) -> SearchStrategy[Tensor]:
+    """Masks of padded rows, ``[rows, columns]``: each row is true up to its drawn length.
+
+    Lengths of 0 are drawn too: a row that is all padding.
+
+    Args:
+        rows: number of rows.
+        columns: number of columns, and so the greatest length.
+        min_total: least number of true elements in all rows.
+        side: where the padding is, ``"right"`` or ``"left"``.
+
+    Raises:
+        InvalidArgument: no mask has so many true elements, or ``side`` is another.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(ragged_masks(2, 3, min_total=1), lambda mask: True).int()
+        tensor([[0, 0, 0],
+                [1, 0, 0]], dtype=torch.int32)
+    """
+    if rows < 0 or columns < 0 or min_total > rows * columns:
+        raise InvalidArgument(
+            f"ragged_masks: {min_total=} must be at most rows * columns, got {rows=}, {columns=}."
+        )
+    if side not in ("right", "left"):
+        raise InvalidArgument(f"ragged_masks: side must be 'right' or 'left', got {side=}.")
+    lengths = st.lists(st.integers(0, columns), min_size=rows, max_size=rows)
+
+    def mask(lengths: list[int]) -> Tensor:
+        ends = torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
+        prefix = torch.arange(columns) < ends
+        return prefix if side == "right" else prefix.flip(1)
+
+    return lengths.filter(lambda lengths: sum(lengths) >= min_total).map(mask)
 
 
 def token_batches(

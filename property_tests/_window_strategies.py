@@ -1,16 +1,17 @@
 """Strategies for windows: counts, cuts into micro-steps, deals to ranks."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
-from hypothesis.strategies import SearchStrategy
+from hypothesis.strategies import DrawFn, SearchStrategy
 
 from ._value_strategies import require_interval
 from .rows import num_rows, take_rows
 
-__all__ = ["partitions", "ragged_counts", "windows", "worlds"]
+__all__ = ["meshes", "partitions", "ragged_counts", "windows", "worlds"]
 
 
 def ragged_counts(
@@ -111,6 +112,34 @@ def worlds(
     return st.integers(min_ranks, most).flatmap(lambda size: _deals(n, size, allow_idle))
 
 
+def meshes(
+    axes: Sequence[str] = ("dp", "tp"), *, max_ranks: int = 4
+) -> SearchStrategy[dict[str, int]]:
+    """Sizes of the axes of a device mesh.
+
+    Args:
+        axes: the names, from the slowest axis to the fastest.
+        max_ranks: greatest number of ranks: the product of the sizes.
+
+    Returns:
+        The size of each axis by name, in the order of ``axes``; what ``init_device_mesh`` takes
+        as ``tuple(mesh.values())`` and ``tuple(mesh)``.
+
+    Raises:
+        InvalidArgument: a name occurs twice, or there is no rank.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(meshes(("dp", "tp")), lambda mesh: mesh["tp"] > 1)
+        {'dp': 1, 'tp': 2}
+    """
+    if max_ranks < 1 or len(set(axes)) < len(axes):
+        raise InvalidArgument(
+            f"meshes: needs axes of different names and max_ranks >= 1, got {axes=}, {max_ranks=}."
+        )
+    return _meshes(list(axes), max_ranks)
+
+
 def windows(
     batches: SearchStrategy[Any],
     *,
@@ -143,6 +172,15 @@ def windows(
         return cuts.map(lambda cut: [take_rows(batch, rows) for rows in cut])
 
     return batches.flatmap(cut)
+
+
+@st.composite
+def _meshes(draw: DrawFn, axes: list[str], max_ranks: int) -> dict[str, int]:
+    mesh = {}
+    for axis in axes:
+        mesh[axis] = draw(st.integers(1, max_ranks))
+        max_ranks //= mesh[axis]
+    return mesh
 
 
 def _deals(n: int, num_ranks: int, allow_idle: bool) -> SearchStrategy[list[list[int]]]:

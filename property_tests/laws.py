@@ -10,6 +10,7 @@ tensors with rows on the leading axis. A law that does not hold raises ``LawViol
 | ``padding`` | neutral rows and columns change nothing |
 | ``emptiness`` | nothing to learn from: exact zeros, also in gradients |
 | ``den_independence`` | no denominator depends on the params |
+| ``mask_agreement`` | num and den come from one mask |
 | ``keyed_randomness`` | what a row adds does not depend on its companions |
 | ``purity`` | params, batch, ``.grad``, buffers and global generators are unchanged |
 | ``repeatability`` | the same input gives the same bits |
@@ -28,6 +29,7 @@ Examples:
 """
 
 from ._effect_laws import no_collective, no_host_sync, purity, repeatability
+from ._mask_laws import mask_agreement
 from ._sum_laws import (
     additivity,
     den_independence,
@@ -44,6 +46,7 @@ __all__ = [
     "emptiness",
     "homogeneity",
     "keyed_randomness",
+    "mask_agreement",
     "no_collective",
     "no_host_sync",
     "padding",

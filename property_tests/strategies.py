@@ -8,22 +8,26 @@ tested for the equality of every bit.
 |---|---|
 | ``dyadic``, ``dyadic_tensors`` | exact numbers |
 | ``masks`` | bool tensors |
+| ``ragged_masks`` | bool tensors of padded rows |
 | ``token_batches`` | logits, labels, mask and sample ids of token rows |
 | ``ragged_counts`` | token counts of the micro-steps of a window |
 | ``partitions`` | cuts of rows into micro-steps |
 | ``worlds`` | deals of micro-steps to ranks |
+| ``meshes`` | sizes of the axes of a device mesh |
 | ``windows`` | the rows of a batch as micro-batches |
 """
 
-from ._value_strategies import dyadic, dyadic_tensors, masks, token_batches
-from ._window_strategies import partitions, ragged_counts, windows, worlds
+from ._value_strategies import dyadic, dyadic_tensors, masks, ragged_masks, token_batches
+from ._window_strategies import meshes, partitions, ragged_counts, windows, worlds
 
 __all__ = [
     "dyadic",
     "dyadic_tensors",
     "masks",
+    "meshes",
     "partitions",
     "ragged_counts",
+    "ragged_masks",
     "token_batches",
     "windows",
     "worlds",

@@ -1,6 +1,7 @@
 """What a broken law says: which law, which value, expected, got, and what usually causes it."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class LawViolation(AssertionError):
         rule: the law in words.
         differences: the values that break it.
         cause: what usually causes it, and what to do.
+        code: Python that reproduces it, if known.
 
     Examples:
         >>> three, five = torch.tensor(3.0), torch.tensor(5.0)
@@ -41,13 +43,19 @@ class LawViolation(AssertionError):
         Usual cause: A slip.
     """
 
-    def __init__(self, law: str, rule: str, differences: Sequence[Difference], cause: str):
+    def __init__(
+        self, law: str, rule: str, differences: Sequence[Difference], cause: str, *, code: str = ""
+    ):
         super().__init__(law, rule, differences, cause)
         self.law, self.rule, self.differences, self.cause = law, rule, differences, cause
+        self.code = code
 
     def __str__(self) -> str:
-        lines = [_line(difference) for difference in self.differences]
-        return "\n".join([f"{self.law}: {self.rule}", *lines, f"Usual cause: {self.cause}"])
+        lines = [f"{self.law}: {self.rule}", *map(_line, self.differences)]
+        lines.append(f"Usual cause: {self.cause}")
+        if self.code:
+            lines += ["To reproduce:", textwrap.indent(self.code, "    ")]
+        return "\n".join(lines)
 
 
 def check_equal(

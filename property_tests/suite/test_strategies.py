@@ -1,5 +1,6 @@
 """Strategies keep to their domain, reach its corners, and refuse a domain without members."""
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -105,9 +106,43 @@ def test_corners_are_reached(strategy, corner):
     assert corner(find(strategy, corner))
 
 
+@given(st.data(), st.integers(0, 4), st.integers(0, 5), st.sampled_from(["right", "left"]))
+def test_ragged_masks_are_padded_rows(data, rows, columns, side):
+    least = data.draw(st.integers(0, rows * columns))
+    mask = data.draw(strategies.ragged_masks(rows, columns, min_total=least, side=side))
+    assert mask.shape == (rows, columns)
+    assert mask.dtype == torch.bool
+    assert mask.sum() >= least
+    steps = mask.int().diff(dim=1)
+    assert (steps <= 0 if side == "right" else steps >= 0).all()
+
+
+def test_ragged_masks_reach_empty_rows_beside_full_ones():
+    found = find(strategies.ragged_masks(2, 3), lambda mask: mask[1].all() and not mask[0].any())
+    assert found.tolist() == [[False] * 3, [True] * 3]
+
+
+@given(st.integers(1, 8), st.data())
+def test_meshes_hold_their_ranks(max_ranks, data):
+    mesh = data.draw(strategies.meshes(("dp", "cp", "tp"), max_ranks=max_ranks))
+    assert list(mesh) == ["dp", "cp", "tp"]
+    assert all(size >= 1 for size in mesh.values())
+    assert math.prod(mesh.values()) <= max_ranks
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1), (1, 4), (2, 2)])
+def test_meshes_reach_each_shape(sizes):
+    assert find(strategies.meshes(), lambda mesh: tuple(mesh.values()) == sizes)
+
+
 @pytest.mark.parametrize(
     ("name", "args", "bad", "message"),
     [
+        ("ragged_masks", (2, 3), {"min_total": 7}, "min_total=7 must be at most rows * columns"),
+        ("ragged_masks", (-1, 3), {}, "got rows=-1, columns=3"),
+        ("ragged_masks", (2, 3), {"side": "top"}, "must be 'right' or 'left', got side='top'"),
+        ("meshes", (("dp", "dp"),), {}, "axes of different names"),
+        ("meshes", (), {"max_ranks": 0}, "got axes=('dp', 'tp'), max_ranks=0"),
         ("dyadic", (), {"min_value": 2, "max_value": 1}, "min_value=2 > max_value=1"),
         ("dyadic", (), {"denominator": 3}, "power of two, got denominator=3"),
         ("dyadic", (), {"denominator": 0}, "power of two, got denominator=0"),

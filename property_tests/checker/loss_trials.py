@@ -1,0 +1,347 @@
+"""How each law of a loss function is tried: on what, and how that is written as code."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from torch import nn
+
+from ...pure import tree
+from ...pure.terms import LossFn
+from .. import laws
+from .._mask_laws import other_params
+from .._window_strategies import windows
+from ..evaluation import forward, sums
+from ..mask_fields import mask_fields, mask_out, pad_columns, pad_rows
+from ..rows import join_rows, num_rows, take_rows
+from ..violation import LawViolation
+from .code import Verbatim, as_call
+from .loss_batches import copied, has_rows, is_alive, is_hollow
+from .module_remarks import kept_state
+
+__all__ = ["LAWS", "Skip", "Subject", "Trial", "guarded", "trials"]
+
+
+class Subject(NamedTuple):
+    """A loss function, and what is known about it.
+
+    Attributes:
+        loss_fn: ``(params, batch) -> LossTerms`` or ``(LossTerms, metrics)``.
+        raw: the same without a den that was found for it, as it runs in training.
+        direct: ``loss_fn`` without the copies that ``guarded`` makes.
+        params: a pytree of tensors or an ``nn.Module``.
+        batches: draws batches.
+        reached: the sums that the masks of a batch reach, by name.
+        hollow: whether batches with nothing to learn from may be drawn.
+        loss_code: ``loss_fn`` as code.
+        raw_code: ``raw`` as code.
+    """
+
+    loss_fn: LossFn
+    raw: LossFn
+    direct: LossFn
+    params: Any
+    batches: SearchStrategy[Any]
+    join: Callable[[Sequence[Any]], Any]
+    pad_row: Callable[[Any, int], Any] | None = None
+    pad_columns: Callable[[Any, int], Any] | None = None
+    empty: Any = None
+    exact: bool = False
+    rtol: float | None = None
+    reached: frozenset[str] = frozenset()
+    hollow: bool = True
+    loss_code: str = "loss_fn"
+    raw_code: str = "loss_fn"
+
+    @property
+    def agree(self) -> dict[str, Any]:
+        """What laws that compare take."""
+        return {"exact": self.exact, "rtol": self.rtol}
+
+
+class Trial(NamedTuple):
+    """One way to try a law.
+
+    Attributes:
+        law: its name in ``laws``.
+        examples: draws the arguments after loss function and params, as a tuple.
+        names: the names of the last of these, which are given by keyword.
+        options: the law's options.
+        code: the options as code, where that is not their value.
+        what: what is tried, in a word; empty if it goes without saying.
+        raises: what it means if the loss function raises.
+        keeps: the names of the sums that count; None for all.
+        excuse: says why a violation is no proof; empty if it is one.
+        share: how many of the examples to draw.
+    """
+
+    law: str
+    examples: SearchStrategy[tuple[Any, ...]]
+    names: tuple[str, ...] = ()
+    options: Mapping[str, Any] = MappingProxyType({})
+    code: Mapping[str, Any] = MappingProxyType({})
+    what: str = ""
+    raises: Literal["failed", "broken", "skipped"] = "failed"
+    keeps: frozenset[str] | None = None
+    excuse: Callable[[LawViolation], str] = lambda violation: ""
+    share: float = 1.0
+
+    def run(self, subject: Subject, example: tuple[Any, ...]) -> None:
+        """Raise ``LawViolation`` unless the law holds on ``example``."""
+        law = _purity if self.law == "purity" else getattr(laws, self.law)
+        args, named = self._split(example)
+        loss_fn = subject.raw if self.law in EFFECTS else subject.loss_fn
+        try:
+            law(loss_fn, subject.params, *args, **named, **self.options)
+        except LawViolation as violation:
+            kept = [each for each in violation.differences if self._keeps(each.term)]
+            if kept:
+                raise LawViolation(violation.law, violation.rule, kept, violation.cause) from None
+
+    def as_code(self, subject: Subject, example: tuple[Any, ...]) -> str:
+        """Python that does the same, with the names ``loss_fn`` and ``params``."""
+        args, named = self._split(example)
+        loss_code = subject.raw_code if self.law in EFFECTS else subject.loss_code
+        options = {name: value for name, value in self.options.items() if value}
+        start = [Verbatim(loss_code), Verbatim("params"), *args]
+        call = as_call(f"laws.{self.law}", *start, **named, **{**options, **self.code})
+        used = [name for name in _HOMES if re.search(rf"\b{name}\b", call)]
+        imports = [f"from numden.property_tests.{_HOMES[name]} import {name}" for name in used]
+        return "\n".join(
+            ["import torch", "from numden.property_tests import laws", *imports, "", call]
+        )
+
+    def _split(self, example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        count = len(example) - len(self.names)
+        return example[:count], dict(zip(self.names, example[count:], strict=True))
+
+    def _keeps(self, term: str) -> bool:
+        name = term.removeprefix("gradient of ").split(" by ")[0]
+        return self.keeps is None or name in self.keeps
+
+
+# Where the helpers come from that code may name.
+_HOMES = {
+    "as_loss_fn": "checker.outputs",
+    "other_params": "_mask_laws",
+    "pad_columns": "mask_fields",
+    "pad_rows": "mask_fields",
+}
+
+
+class Skip(NamedTuple):
+    """Why a law, or one way to try it, is left out."""
+
+    reason: str
+    what: str = ""
+
+
+NO_ROWS = Skip("the tensors of a batch have no common leading size, so there are no rows to cut")
+
+
+def trials(law: str, subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    """The ways to try ``law``."""
+    return _TRIALS[law](subject, samples)
+
+
+def guarded(loss_fn: LossFn) -> LossFn:
+    """``loss_fn`` on copies, for a function that changes what it is given."""
+
+    def guarded_loss_fn(params: Any, batch: Any) -> Any:
+        if isinstance(params, nn.Module):
+            with kept_state(params):
+                return loss_fn(params, copied(batch))
+        return loss_fn(copied(params), copied(batch))
+
+    return guarded_loss_fn
+
+
+def _batches(subject: Subject, min_rows: int = 1) -> SearchStrategy[Any]:
+    def wanted(batch: Any) -> bool:
+        if not has_rows(batch):
+            return min_rows <= 1
+        return num_rows(batch) >= min_rows and (subject.hollow or not is_hollow(batch))
+
+    return subject.batches.filter(wanted)
+
+
+def _single(subject: Subject, min_rows: int = 1) -> SearchStrategy[tuple[Any, ...]]:
+    return _batches(subject, min_rows).map(lambda batch: (batch,))
+
+
+def _additivity(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    if not has_rows(samples[0]):
+        return [NO_ROWS]
+    if max(map(num_rows, samples)) < 2:
+        return [Skip("no batch has more than one row, so there is nothing to cut")]
+    cut = windows(_batches(subject, 2), min_size=2, allow_empty=subject.hollow)
+    if not subject.hollow:
+        cut = cut.filter(lambda window: all(_learns(subject, batch) for batch in window))
+    examples = cut.map(lambda window: (window,))
+    if subject.join is join_rows:
+        return [Trial("additivity", examples, options=subject.agree)]
+    options = {"join": subject.join, **subject.agree}
+    return [Trial("additivity", examples, options=options, code={"join": Verbatim("join")})]
+
+
+def _learns(subject: Subject, batch: Any) -> bool:
+    if is_hollow(batch):
+        return False
+    values = sums(forward(subject.loss_fn, subject.params, batch))
+    nums = [value for name, value in values.items() if name.startswith("num")]
+    return all(bool(num.isfinite().all()) for num in nums) and any(map(is_alive, nums))
+
+
+def _permutation(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    if not has_rows(samples[0]):
+        return [NO_ROWS]
+
+    def with_order(batch: Any) -> SearchStrategy[tuple[Any, ...]]:
+        return st.permutations(range(num_rows(batch))).map(lambda order: (batch, order))
+
+    examples = _batches(subject, 2).flatmap(with_order)
+    return [Trial("permutation", examples, options=subject.agree)]
+
+
+def _padding(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    return [
+        _padding_of("rows", "pad_row", subject.pad_row, pad_rows, subject, samples),
+        _padding_of("columns", "pad_columns", subject.pad_columns, pad_columns, subject, samples),
+    ]
+
+
+def _padding_of(
+    what: str,
+    option: str,
+    given: Callable[[Any, int], Any] | None,
+    derived: Callable[[Any, int], Any],
+    subject: Subject,
+    samples: list[Any],
+) -> Trial | Skip:
+    if given is not None:
+        options, code = {option: given, **subject.agree}, {option: Verbatim(option)}
+        return Trial("padding", _single(subject), options=options, code=code, what=what)
+    if not has_rows(samples[0]):
+        return NO_ROWS._replace(what=what)
+    if not subject.reached:
+        return Skip(_no_masks(samples[0], f"give {option}"), what)
+    try:
+        derived(samples[0], 1)
+    except ValueError:
+        return Skip(f"no field has columns that are recognised as masked; give {option}", what)
+    return Trial(
+        "padding",
+        _single(subject),
+        options={option: derived, **subject.agree},
+        code={option: Verbatim(derived.__name__)},
+        what=what,
+        raises="skipped",
+        keeps=subject.reached,
+        excuse=_excuse_of_context(samples[0], option) if what == "columns" else lambda _: "",
+    )
+
+
+def _no_masks(batch: Any, advice: str) -> str:
+    names = [field.name for field in mask_fields(batch) if field.kind != "attention"]
+    if not names:
+        return f"no field of the batch is recognised as labels or a mask; {advice}"
+    return f"masking all of {' and '.join(names)} changes no sum to 0, so it is no mask; {advice}"
+
+
+def _excuse_of_context(batch: Any, option: str) -> Callable[[LawViolation], str]:
+    """Columns behind the end may be seen by the others where no attention mask hides them."""
+    hidden = any(field.kind == "attention" for field in mask_fields(batch))
+
+    def excuse(violation: LawViolation) -> str:
+        counted = any("den" in each.term.split(" by ")[0] for each in violation.differences)
+        if hidden or counted:
+            return ""
+        return (
+            "masked columns change the num and not the den: a model may look at them, as the "
+            f"batch has no attention mask; give {option} to say what is neutral"
+        )
+
+    return excuse
+
+
+def _emptiness(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    found: list[Trial | Skip] = []
+    if subject.empty is not None:
+        given = st.just(subject.empty).map(lambda batch: (batch,))
+        found.append(Trial("emptiness", given, what="the given batch", raises="broken"))
+    if has_rows(samples[0]):
+        rows = subject.batches.filter(has_rows).map(lambda batch: (take_rows(batch, []),))
+        found.append(Trial("emptiness", rows, what="no rows", raises="broken", share=0.2))
+    else:
+        found.append(NO_ROWS._replace(what="no rows"))
+    if not subject.reached:
+        found.append(Skip(_no_masks(samples[0], "give empty"), "all masked"))
+        return found
+    masked = subject.batches.filter(lambda b: not is_hollow(b)).map(lambda b: (_all_masked(b),))
+    keeps = subject.reached
+    trial = Trial("emptiness", masked, what="all masked", raises="broken", keeps=keeps)
+    return [*found, trial]
+
+
+def _all_masked(batch: Any) -> Any:
+    return mask_out(batch, [f for f in mask_fields(batch) if f.kind != "attention"])
+
+
+def _den_independence(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    other = other_params(subject.params, 1, 0.1)
+    code = {"other_params": Verbatim("other_params(params, 1, 0.1)")}
+    examples, options = _single(subject), {"other_params": other}
+    return [Trial("den_independence", examples, options=options, code=code)]
+
+
+def _mask_agreement(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    if not has_rows(samples[0]):
+        return [NO_ROWS]
+    if not any(map(mask_fields, samples)):
+        return [Skip(_no_masks(samples[0], "name a field labels or mask"))]
+
+    def with_places(batch: Any) -> SearchStrategy[tuple[Any, ...]]:
+        leaves = tree.leaves(batch)
+        shapes = [leaves[field.leaf].shape for field in mask_fields(batch)]
+        rows, columns = shapes[0][0], max([s[1] for s in shapes if len(s) > 1], default=1)
+        place = st.tuples(st.integers(0, rows - 1), st.integers(0, max(0, columns - 1)))
+        return st.lists(place, min_size=1, max_size=2, unique=True).map(lambda p: (batch, p))
+
+    batches = subject.batches.filter(lambda b: not is_hollow(b) and bool(mask_fields(b)))
+    return [Trial("mask_agreement", batches.flatmap(with_places), names=("places",))]
+
+
+def _keyed_randomness(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
+    if not has_rows(samples[0]):
+        return [NO_ROWS]
+    return [Trial("keyed_randomness", _single(subject, 2), options=subject.agree, share=0.5)]
+
+
+def _effect(law: str) -> Callable[[Subject, list[Any]], list[Trial | Skip]]:
+    return lambda subject, samples: [Trial(law, _single(subject), share=0.2)]
+
+
+def _purity(loss_fn: LossFn, params: Any, batch: Any) -> None:
+    if isinstance(params, nn.Module):
+        with kept_state(params):
+            return laws.purity(loss_fn, params, copied(batch))
+    return laws.purity(loss_fn, copied(params), copied(batch))
+
+
+EFFECTS = ("purity", "repeatability", "no_collective", "no_host_sync")
+
+_TRIALS: dict[str, Callable[[Subject, list[Any]], list[Trial | Skip]]] = {
+    "additivity": _additivity,
+    "permutation": _permutation,
+    "padding": _padding,
+    "emptiness": _emptiness,
+    "den_independence": _den_independence,
+    "mask_agreement": _mask_agreement,
+    "keyed_randomness": _keyed_randomness,
+    **{law: _effect(law) for law in EFFECTS},
+}
+
+LAWS = tuple(_TRIALS)
