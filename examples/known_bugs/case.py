@@ -43,3 +43,8 @@ class Case(NamedTuple):
     leaf: str = "w"
     before: tuple[World, ...] = ()
     options: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The names that a diagnosis should give."""
+        return (self.fault,) if isinstance(self.fault, str) else self.fault

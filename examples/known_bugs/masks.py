@@ -1,10 +1,12 @@
 """Bugs of masks, weights and empty batches: what is counted is not what is summed."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from numden.property_tests.checker.problems import token_batch
-from numden.property_tests.checker.world import World
+from numden.property_tests.checker.world import Step, World
 
 from .case import Case
 from .loop import (
@@ -26,7 +28,7 @@ from .windows import TOKENS, of_window, summed, window
 __all__ = ["CASES"]
 
 
-def over(count) -> LossOf:
+def over(count: Callable[[Batch], Tensor]) -> LossOf:
     """The right sum over another count of the windows."""
 
     def loss_of(params: Params, micro: Micro) -> Tensor:
@@ -176,7 +178,7 @@ def padded_router() -> World:
     return World([[batch | {"router": torch.tensor([[0.5, 0.5, 0.9, 0.9]]).double()}]])
 
 
-def summing(loss_of: LossOf):
+def summing(loss_of: LossOf) -> Step:
     """A loop that adds up gradients over micro-steps and ranks."""
     return trainer(loss_of, reduce=sum_over_ranks)
 

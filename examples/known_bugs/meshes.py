@@ -1,11 +1,13 @@
 """Bugs of meshes: the size of a tensor, context, sequence, expert or pipeline axis in the scale."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from numden.property_tests.checker.problems import token_batch
 from numden.property_tests.checker.world import StepResult, World
+from numden.property_tests.strategies import meshes
 
 from .case import Case
 from .loop import (
@@ -87,9 +89,9 @@ def mesh(windows: Sequence[Sequence[list[float]]], **axes: int) -> World:
     return World([[token_batch([row]) for row in window] for window in windows], mesh=axes)
 
 
-def on(**axes: int) -> dict:
-    """Options: the mesh to draw worlds on."""
-    return {"mesh": axes}
+def on(*axes: str) -> dict[str, Any]:
+    """Options: worlds are drawn on meshes with these axes."""
+    return {"mesh": meshes(axes, max_ranks=6)}
 
 
 TWICE = [[[8.0]], [[8.0]], [[2.0, 2.0, 2.0]], [[2.0, 2.0, 2.0]]]  # dp 2, tp 2
@@ -99,46 +101,46 @@ CASES = (
     Case("B09", "undoes an average over too many ranks", "huggingface/transformers#39648",
          TOKENS, trainer(undo_all_processes), averaged,
          mesh(TWICE, dp=2, tp=2), "grads", 3.5, 7.0, "times the size of tp",
-         options=on(dp=2, tp=2)),
+         options=on("dp", "tp")),
     Case("B22", "a per-token loss without the factor for cp", "THUDM/slime#990",
          TOKENS, trainer(undo("dp")), averaged,
          mesh([[[1.0]] * 4, [[1.0]] * 4], dp=1, cp=2), "grads", 1.0, 0.5,
-         "divided by the size of cp", options=on(dp=2, cp=2)),
+         "divided by the size of cp", options=on("dp", "cp")),
     Case("B24", "cp ranks have one mask, and each counts it", "PrimeIntellect-ai/prime-rl#2358",
          TOKENS, trainer(counted_by_context, reduce=sum_over_ranks), summed,
          mesh([[[1.0] * 2], [[1.0] * 2], [[1.0] * 6], [[1.0] * 6]], dp=2, cp=2), "grads", 1.0, 0.5,
-         "divided by the size of cp", options=on(dp=2, cp=2)),
+         "divided by the size of cp", options=on("dp", "cp")),
     Case("B26", "times cp, for an average that is over dp alone", "NVIDIA/Megatron-LM#673",
          TOKENS, trainer(undo("dp", "cp"), reduce=average_over("dp")),
          trainer(undo("dp"), reduce=average_over("dp")),
          mesh([[[1.0] * 4], [[1.0] * 4]], dp=1, cp=2), "grads", 1.0, 2.0,
-         "times the size of cp", options=on(dp=2, cp=2)),
+         "times the size of cp", options=on("dp", "cp")),
     Case("B27", "each cp shard divides by its own count", "NVIDIA/Megatron-LM#7513",
          TOKENS, trainer(of_own_window), averaged,
-         mesh([[[6.0]], [[]]], cp=2), "grads", 6.0, 3.0, "mean of rank means", options=on(cp=2)),
+         mesh([[[6.0]], [[]]], cp=2), "grads", 6.0, 3.0, "mean of rank means", options=on("cp")),
     Case("B33", "experts are averaged over too small a group", "NVIDIA/Megatron-LM#5956",
          layers(*EXPERTS), trainer(with_experts, reduce=experts_over_their_group),
          trainer(with_experts), mesh([[[4.0]]] * 4, dp=2, ep=2), "grads", 4.0, 8.0,
-         "times the size of ep", leaf="expert", options=on(dp=2, ep=2)),
+         "times the size of ep", leaf="expert", options=on("dp", "ep")),
     Case("B39", "an average over dp and sp, undone for dp", "deepspeedai/DeepSpeed#5555",
          TOKENS, trainer(undo("dp")), trainer(undo("dp", "sp")),
          mesh([[[1.0] * 100]] * 8, dp=1, sp=8), "loss", 1.0, 0.125,
-         "divided by the size of sp", options=on(dp=2, sp=2)),
+         "divided by the size of sp", options=on("dp", "sp")),
     Case("B41", "the pipeline's backward sees the undivided sum", "pytorch/torchtitan#2972",
          TOKENS, summed_by_schedule, summed,
          mesh([[[2.0] * 4, [2.0] * 4]] * 2, dp=1, pp=2), "grads", 2.0, 16.0,
-         "no division at all", options=on(dp=1, pp=2)),
+         "no division at all", options=on("dp", "pp")),
     Case("B43", "a group of one skips the divide factor", "pytorch/pytorch#167178",
          layers(*EXPERTS), trainer(with_experts, reduce=factor_needs_a_group),
          trainer(with_experts), mesh([[[4.0]]] * 4, dp=1, ep=4), "grads", 4.0, 16.0,
-         "times the size of ep", leaf="expert", options=on(dp=1, ep=4)),
+         "times the size of ep", leaf="expert", options={"mesh": {"dp": 1, "ep": 4}}),
     Case("B67", "tokens are counted on tp ranks too", "meta-pytorch/torchtune full_finetune",
          TOKENS, trainer(counted_by_all_processes), averaged,
          mesh(TWICE, dp=2, tp=2), "grads", 3.5, 1.75, "divided by the size of tp",
-         options=on(dp=2, tp=2)),
+         options=on("dp", "tp")),
     Case("B71", "a factor that looks stray is removed", "ByteDance-Seed/VeOmni#1079",
          TOKENS, trainer(undo("dp")), trainer(undo("dp", "sp")),
          mesh([[[1.0]]] * 4, dp=1, sp=4), "grads", 1.0, 0.25,
-         "divided by the size of sp", options=on(dp=1, sp=4)),
+         "divided by the size of sp", options=on("dp", "sp")),
 )
 # fmt: on

@@ -9,7 +9,7 @@ from numden.property_tests.checker.world import Step, StepResult, World
 from .case import Case
 from .loop import Batch, Micro, Params, backward, by_rank, loss_sum, sum_over_ranks, trainer
 from .problems import long_rows
-from .ranks import in_log_only
+from .ranks import without_log
 from .windows import TOKENS, of_window, summed, window
 
 __all__ = ["CASES"]
@@ -82,7 +82,7 @@ CASES = (
          many_chunks(), "grads", 40.96, 4.0, "bf16 accumulation"),
     # The report's number is the count, 257 that becomes 256; so a mean of 256 becomes 257.
     Case("B72", "a count that travels with a bf16 loss", "hpcaitech/ColossalAI dist_cross_entropy",
-         long_rows(), in_log_only(trainer(counted_in_bf16, reduce=sum_over_ranks)),
-         in_log_only(summed), window([256.0] * 257), "grads", 256.0, 257.0, "bf16 count"),
+         long_rows(), without_log(trainer(counted_in_bf16, reduce=sum_over_ranks)),
+         without_log(summed), window([256.0] * 257), "grads", 256.0, 257.0, "bf16 count"),
 )
 # fmt: on

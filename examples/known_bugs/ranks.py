@@ -95,7 +95,7 @@ def ranks(*windows: list[list[float]]) -> World:
     return World([[token_batch([row]) for row in window] for window in windows])
 
 
-def in_log_only(step: Step) -> Step:
+def without_log(step: Step) -> Step:
     """The step without its log."""
     return lambda params, world: StepResult(grads=step(params, world).grads)
 
@@ -119,7 +119,7 @@ CASES = (
          TOKENS, trainer(of_window_for_avg, reduce=sum_over_ranks), averaged,
          ranks([[8.0]], [[8.0]]), "grads", 8.0, 16.0, TIMES),
     Case("B37", "all-reduce runs before the last micro-step is in", "deepspeedai/DeepSpeed#7985",
-         TOKENS, reduced_too_early, in_log_only(averaged),
+         TOKENS, reduced_too_early, without_log(averaged),
          ranks([[1.0], [3.0]], [[5.0], [7.0]]), "grads", 4.0, 3.0, "last micro-step not reduced"),
     Case("B44", "the divide factor is set on the root module only", "torch 2.14.1 FSDP2",
          layers(*LAYERS), trainer(of_layers, reduce=child_is_averaged), sum_of_layers,
@@ -128,7 +128,7 @@ CASES = (
          layers(*LAYERS), trainer(of_layers), sum_of_layers,
          ranks([[4.0]], [[8.0]], [[12.0]], [[16.0]]), "grads", 10.0, 2.5, AGAIN, leaf="root"),
     Case("B46", "forward inside no_sync, backward outside", "pytorch DDP.no_sync",
-         TOKENS, in_log_only(trainer(of_window_for_avg, reduce=first_rank)), in_log_only(averaged),
+         TOKENS, without_log(trainer(of_window_for_avg, reduce=first_rank)), without_log(averaged),
          ranks([[1.0]], [[2.0]]), "grads", 1.5, 1.0, "gradient of rank 0 only"),
     Case("B49", "a gather without gradient, then an average", "pytorch/pytorch#58005",
          TOKENS, trainer(gathered), summed,

@@ -24,6 +24,7 @@ from .loop import (
     total,
     trainer,
 )
+from .meshes import on
 from .problems import balance_by_tokens
 from .windows import of_window
 
@@ -169,7 +170,7 @@ def heads(main: float, num_main: int, extra: float, num_extra: int) -> World:
 BALANCE, BY_TOKENS, HEADS = tokens_and_balance(), balance_by_tokens(), two_heads()
 WEIGHTED_BALANCE = BALANCE._replace(objective=term_mean({"ce": 1.0, "balance": COEF}))
 WEIGHTED_HEADS = HEADS._replace(objective=term_mean({"main": 1.0, "extra": EXTRA}))
-GROWS = "times the number of micro-steps"
+GROWS = "term multiplied by the number of micro-steps"
 with_heads = trainer(with_extra, reduce=sum_over_ranks)
 by_tokens = trainer(rescaled("micro-batch"), reduce=sum_over_ranks)
 
@@ -177,26 +178,26 @@ by_tokens = trainer(rescaled("micro-batch"), reduce=sum_over_ranks)
 CASES = (
     Case("B06", "the balance undoes an average that it needs", "huggingface/transformers#48690",
          BALANCE, trainer(all_undone), trainer(with_balance),
-         uneven_balance(), "grads", 4.0, 4.5, "times the number of ranks"),
+         uneven_balance(), "grads", 4.0, 4.5, "term multiplied by the number of ranks"),
     Case("B07", "the balance is summed over micro-steps", "transformers 5.24.0 modeling_mixtral",
          BALANCE, trainer(balance_summed), trainer(with_balance),
          balanced([0.25] * 4), "grads", 0.25, 1.0, GROWS),
     Case("B13", "the trainer adds a balance that is in the loss", "huggingface/trl#4012",
          WEIGHTED_BALANCE, trainer(with_coefficient(2)), trainer(with_coefficient(1)),
-         balanced([2.0]), "grads", 0.02, 0.04, "counted twice"),
+         balanced([2.0]), "grads", 0.02, 0.04, "term counted twice"),
     Case("B28", "a mean is divided by the tokens of the window", "NVIDIA/Megatron-LM!2851",
          BALANCE, trainer(all_divided_last, reduce=sum_over_ranks),
          trainer(balance_for_sum, reduce=sum_over_ranks),
          one_balance([[0.0] * 1000], 0.01), "grads", 0.01, 1e-5,
-         "divided by the number of tokens of ce"),
+         "term divided by the number of tokens of ce"),
     Case("B29", "rescaled by the tokens of a tp shard", "NVIDIA/Megatron-LM#5047",
          BY_TOKENS, trainer(rescaled("shard"), reduce=sum_over_ranks), by_tokens,
          one_balance([[0.0] * 4], 0.01, tp=4), "grads", 0.01, 0.0025,
-         "divided by the size of tp", options={"mesh": {"dp": 1, "tp": 4}}),
+         "term divided by the size of tp", options=on("dp", "tp")),
     Case("B30", "rescaled by the tokens of one sequence", "NVIDIA/Megatron-LM#5798",
          BY_TOKENS, trainer(rescaled("sequence"), reduce=sum_over_ranks), by_tokens,
          one_balance([[0.0] * 2] * 4, 0.01), "grads", 0.01, 0.0025,
-         "divided by the number of rows"),
+         "term divided by the number of rows"),
     Case("B31", "an extra head is divided by the main head's count", "NVIDIA/Megatron-LM#3159",
          HEADS, trainer(extra_over_main, reduce=sum_over_ranks), with_heads,
          heads(0.0, 8, 2.0, 6), "grads", 2.0, 1.5, "count of another term"),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from numden.property_tests.checker.problems import token_batch, tokens
 from numden.property_tests.checker.world import Step, StepResult, World
+from numden.property_tests.strategies import meshes
 
 from .case import Case
 from .loop import (
@@ -210,7 +211,7 @@ CASES = (
     Case("B25", "weighted micro-steps, divided by their number too", "areal-project/AReaL#1273",
          TOKENS, trainer(divided_twice), averaged,
          window([2.0], [4.0], [3.0], [5.0]), "grads", 3.5, 0.875, AGAIN,
-         options={"mesh": {"pp": 2}}),
+         options={"mesh": meshes(("dp", "pp"))}),
     Case("B38", "a hook divides although scaling is off", "huggingface/accelerate#3877",
          TOKENS, trainer(divided_twice), averaged,
          window([1.0, 3.0], [2.0], [2.0], [2.0]), "grads", 2.0, 0.5, AGAIN, options={"ranks": 2}),
@@ -223,7 +224,7 @@ CASES = (
          window([3.0], [5.0], accumulation=4), "grads", 4.0, 2.0, CONFIGURED, options=ONE),
     Case("B52", "a step on exact multiples only", "NVIDIA-NeMo/Automodel#2257",
          TOKENS, accumulated(lambda at, length, configured: length == configured), summed,
-         window([2.0], [2.0], accumulation=4), "grads", 10.0, 8.0, "last micro-steps lost",
+         window([2.0], [2.0], accumulation=4), "grads", 10.0, 8.0, "partial window dropped",
          before=(window(*[[4.0]] * 4), window(*[[4.0]] * 4)), options=ONE),
     Case("B57", "both the model and the trainer normalise", "unslothai/unsloth-zoo#1023",
          TOKENS, trainer(divided_twice), averaged,
