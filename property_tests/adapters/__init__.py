@@ -13,18 +13,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._module import UnfitWorld as UnfitWorld
     from ._processes import ReplicasDiffer as ReplicasDiffer
     from ._reading import Window as Window
+    from .accelerate import from_accelerate as from_accelerate
+    from .lightning import from_lightning as from_lightning
     from .loop import from_loop as from_loop
     from .ranks import ddp as ddp
     from .ranks import fsdp2 as fsdp2
     from .ranks import on_ranks as on_ranks
+    from .transformers import from_trainer as from_trainer
 
 _HOMES = {
     "ReplicasDiffer": "_processes",
+    "UnfitWorld": "_module",
     "Window": "_reading",
     "ddp": "ranks",
+    "from_accelerate": "accelerate",
+    "from_lightning": "lightning",
     "from_loop": "loop",
+    "from_trainer": "transformers",
     "fsdp2": "ranks",
     "on_ranks": "ranks",
 }

@@ -1,13 +1,23 @@
 """Params into a module and gradients out of it, by the names of the bare module."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["bare_name", "load", "make_step", "named_params", "values_of", "whole"]
+__all__ = [
+    "UnfitWorld",
+    "bare_name",
+    "load",
+    "make_step",
+    "named_params",
+    "require_micro_steps",
+    "require_ranks",
+    "values_of",
+    "whole",
+]
 
 WRAPPERS = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before a name."""
@@ -22,6 +32,29 @@ def make_step(step: StepFn, name: str, subject: Any, ranks: int | None) -> StepF
     if ranks is not None:
         step.ranks = ranks  # pyright: ignore[reportFunctionMemberAccess]
     return step
+
+
+class UnfitWorld(ValueError):
+    """A world that a framework cannot be given, which says nothing about its arithmetic."""
+
+
+def require_ranks(name: str, world: Sequence[Any], num_ranks: int | None) -> None:
+    """Refuse a world of another number of ranks than ``num_ranks``, if that is not None."""
+    if num_ranks not in (None, len(world)):
+        raise UnfitWorld(
+            f"{name}: runs on num_ranks={num_ranks}, got windows for {len(world)} ranks. Draw "
+            "worlds of that many, or make a step for each number of ranks."
+        )
+
+
+def require_micro_steps(name: str, world: Sequence[Any], *, equal: bool = False) -> None:
+    """Refuse a world with a window without micro-steps, or not of ``equal`` length."""
+    lengths = [len(window) for window in world]
+    if 0 in lengths or (equal and len(set(lengths)) > 1):
+        rule = "as many micro-batches as the others" if equal else "a micro-batch"
+        raise UnfitWorld(
+            f"{name}: each rank needs {rule}, got windows of {lengths} micro-steps. Draw others."
+        )
 
 
 def load(module: nn.Module, params: Any) -> None:

@@ -1,19 +1,29 @@
 """A window on each of several processes, and one result of what they made."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as c10d
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...dist import run_local
 from ...pure import tree
-from ..checker.world import StepResult
+from ..checker.world import StepResult, World
 from ..violation import LawViolation, check_equal
+from ._module import load, make_step, named_params, require_ranks, values_of
 from ._reading import Window, rank_windows
 
-__all__ = ["ReplicasDiffer", "agreed", "on_each_rank"]
+__all__ = [
+    "ReplicasDiffer",
+    "agreed",
+    "leave_group_of_one",
+    "make_process_step",
+    "on_each_rank",
+]
 
 
 class ReplicasDiffer(LawViolation):
@@ -28,14 +38,74 @@ class ReplicasDiffer(LawViolation):
         self.results = tuple(results)
 
 
-def on_each_rank(fn: Callable[[Window], Any], world: Any, *, timeout: float) -> list[Any]:
+class _Left(NamedTuple):
+    """What a rank leaves: its result, and its own part of each ``.grad``."""
+
+    result: StepResult
+    grads: dict[str, Tensor | None]
+
+
+def make_process_step(
+    run: Callable[[nn.Module, Any, Window], StepResult],
+    module: nn.Module,
+    name: str,
+    num_ranks: int | None,
+    *,
+    subject: Any,
+    wrap: Callable[[nn.Module, Window], nn.Module] | None = None,
+    require: Callable[[str, World], None] | None = None,
+    timeout: float,
+) -> Any:
+    """A step that has a new process for each rank, which knows of earlier calls ``.grad`` alone.
+
+    Args:
+        run: ``(module, params, window) -> result``, on each rank.
+        module: gets the params at each call.
+        name: of the adapter.
+        num_ranks: the number of ranks that the step runs on; any number if None.
+        subject: what the adapter was given.
+        wrap: makes of the module what ``run`` gets.
+        require: ``(name, world)`` raises for a world that cannot be run.
+        timeout: seconds for one call.
+    """
+    left: dict[int, list[_Left]] = {}
+
+    def step(params: Any, world: World) -> StepResult:
+        require_ranks(name, world, num_ranks)
+        if require is not None:
+            require(name, world)
+        before = left.get(len(world))
+
+        def on_rank(window: Window) -> _Left:
+            load(module, params)
+            ours = wrap(module, window) if wrap else module
+            _restore_grads(ours, params, before[window.rank].grads if before else {})
+            result = run(ours, params, window)
+            return _Left(result, _own_grads(ours, params))
+
+        left[len(world)] = ranks = on_each_rank(on_rank, world, timeout=timeout)
+        return agreed([rank.result for rank in ranks])
+
+    return make_step(step, name, subject, num_ranks)
+
+
+def on_each_rank(fn: Callable[[Window], Any], world: World, *, timeout: float) -> list[Any]:
     """``fn(window)`` on a process for each rank of ``world``, in a group of gloo; by rank."""
     windows = rank_windows(world)
 
     def on_rank() -> Any:
+        gc.freeze()  # trainers collect garbage at each start; let them leave the caller's alone
         return fn(windows[c10d.get_rank()])
 
     return run_local(on_rank, len(windows), timeout=timeout)
+
+
+def leave_group_of_one() -> None:
+    """Be a process that no launcher started, if this rank is the only one."""
+    if c10d.get_world_size() == 1:
+        c10d.destroy_process_group()
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
 
 
 def agreed(results: Sequence[StepResult]) -> StepResult:
@@ -68,3 +138,26 @@ def _values(result: StepResult) -> dict[str, Tensor]:
         names = tree.names(field, root)
         values |= dict(zip(names, map(torch.as_tensor, tree.leaves(field)), strict=True))
     return {name: value.nan_to_num() for name, value in values.items()}
+
+
+def _own_grads(module: nn.Module, params: Any) -> dict[str, Tensor | None]:
+    return {name: _local(p.grad) for name, p in named_params(module, values_of(params)).items()}
+
+
+def _local(grad: Tensor | None) -> Tensor | None:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _restore_grads(module: nn.Module, params: Any, grads: Mapping[str, Tensor | None]) -> None:
+    for name, param in named_params(module, values_of(params)).items():
+        grad = grads.get(name, param.grad)
+        if isinstance(grad, Tensor) and isinstance(param, DTensor):
+            grad = DTensor.from_local(
+                grad,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        param.grad = grad

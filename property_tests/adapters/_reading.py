@@ -24,12 +24,14 @@ class Window(tuple[Any, ...]):
 
     Attributes:
         rank: the number of the rank.
+        lengths: the number of micro-steps of each rank.
         accumulation: see ``World``.
         mesh: see ``World``.
         rest: this rank's part of ``World.rest``.
     """
 
     rank: int
+    lengths: tuple[int, ...]
     accumulation: int
     mesh: dict[str, int]
     rest: tuple[Any, ...]
@@ -43,7 +45,8 @@ def rank_windows(world: Any) -> list[Window]:
 
 def _window(world: World, rank: int) -> Window:
     window = Window(world[rank])
-    window.rank, window.accumulation = rank, world.accumulation
+    window.rank, window.lengths = rank, tuple(map(len, world))
+    window.accumulation = world.accumulation
     window.mesh, window.rest = world.mesh, world.rest[rank]
     return window
 
@@ -105,13 +108,26 @@ class OptimizerSteps:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note each optimizer step, of whatever optimizer."""
-        hook = register_optimizer_step_pre_hook(self._note)
+        hook = register_optimizer_step_pre_hook(self._before_step)
         try:
             yield
         finally:
             hook.remove()
 
-    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        bound = dict(zip(("self", "closure"), args, strict=False)) | kwargs
+        closure = bound.get("closure")
+        if closure is None:
+            return self._note(optimizer)
+
+        def noted() -> Any:  # as the gradient is not there before the closure has run
+            value = closure()
+            self._note(optimizer)
+            return value
+
+        return args[:1], kwargs | {"closure": noted}
+
+    def _note(self, optimizer: Optimizer) -> None:
         ours = {id(param): name for name, param in named_params(self.module, self.names).items()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in [param for param in params if id(param) in ours]:
@@ -136,6 +152,8 @@ class OptimizerSteps:
 
 
 def _returned(value: Any) -> StepResult:
+    if isinstance(value, StepResult):
+        return value
     if value is None or isinstance(value, Tensor | float | int):
         return StepResult(loss=value)
     return as_result(value)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from ..checker.world import StepResult, World
-from ._module import load, make_step
+from ._module import load, make_step, require_ranks
 from ._reading import Loop, rank_windows, read_gradients, read_update
 
 __all__ = ["from_loop"]
@@ -30,6 +30,7 @@ def from_loop(loop: Loop, module: nn.Module, *, updates: bool = False) -> Any:
         ``(params, world) -> StepResult``, with ``ranks`` = 1.
 
     Raises:
+        UnfitWorld: by the step, when there are several ranks.
         ValueError: by the step, when params do not fit the module, or when the loop changes them
             without ``updates``.
 
@@ -48,13 +49,8 @@ def from_loop(loop: Loop, module: nn.Module, *, updates: bool = False) -> Any:
     read = read_update if updates else read_gradients
 
     def step(params: Any, world: World) -> StepResult:
-        windows = rank_windows(world)
-        if len(windows) != 1:
-            raise ValueError(
-                f"from_loop: runs on one rank, got windows for {len(windows)} ranks. "
-                "Use on_ranks, or draw worlds of one rank."
-            )
+        require_ranks("from_loop", world, 1)
         load(module, params)
-        return read(loop, module, params, windows[0])
+        return read(loop, module, params, rank_windows(world)[0])
 
     return make_step(step, "from_loop", loop, 1)

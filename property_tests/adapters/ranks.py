@@ -1,30 +1,23 @@
 """A loop over ranks as a step: local processes that speak gloo, wrapped by DDP, FSDP2 or you."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checker.world import REPLICATED, StepResult, World
-from ._module import load, make_step, named_params, values_of
-from ._processes import agreed, on_each_rank
+from ._module import make_step, require_ranks
+from ._processes import agreed, make_process_step, on_each_rank
 from ._reading import Loop, Window, read_gradients, read_update
 
 __all__ = ["ddp", "fsdp2", "on_ranks"]
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 """``(module, mesh) -> module``, on each rank, with the mesh of the world."""
-
-
-class _Left(NamedTuple):
-    """What a rank leaves: its result, and its own part of each ``.grad``."""
-
-    result: StepResult
-    grads: dict[str, Tensor | None]
 
 
 def on_ranks(
@@ -58,6 +51,7 @@ def on_ranks(
     Raises:
         ReplicasDiffer: by the step, when ranks end with other gradients or params than rank 0. Its
             ``results`` are those of all ranks.
+        ValueError: by the step, as by that of ``from_loop``.
         TimeoutError: by the step, when a rank hangs.
         Exception: by the step, what a rank raised.
 
@@ -71,24 +65,18 @@ def on_ranks(
         >>> step(torch.tensor(1.0), World([[short], [long]])).grads
         tensor(3.5000)
     """
+    if module is None:
+        return _on_params(loop, num_ranks, timeout)
     read = read_update if updates else read_gradients
-    left: dict[int, list[_Left]] = {}
-
-    def step(params: Any, world: World) -> StepResult:
-        before = left.get(len(world))
-
-        def on_rank(window: Window) -> _Left:
-            if module is None:
-                return _Left(read_gradients(loop, params, params, window), {})
-            ours = _on_this_rank(module, params, window, wrap)
-            _restore_grads(ours, params, before[window.rank].grads if before else {})
-            result = read(loop, ours, params, window)
-            return _Left(result, _own_grads(ours, params))
-
-        left[len(world)] = ranks = on_each_rank(on_rank, world, timeout=timeout)
-        return agreed([rank.result for rank in ranks])
-
-    return make_step(step, "on_ranks", loop, num_ranks)
+    return make_process_step(
+        partial(read, loop),
+        module,
+        "on_ranks",
+        num_ranks,
+        subject=loop,
+        wrap=None if wrap is None else partial(_wrapped, wrap),
+        timeout=timeout,
+    )
 
 
 def ddp(loop: Loop, module: nn.Module, num_ranks: int | None = None, **options: Any) -> Any:
@@ -135,10 +123,16 @@ def fsdp2(loop: Loop, module: nn.Module, num_ranks: int | None = None, **options
     return on_ranks(loop, module, num_ranks, wrap=wrap, **options)
 
 
-def _on_this_rank(module: nn.Module, params: Any, window: Window, wrap: Wrap | None) -> nn.Module:
-    load(module, params)
-    if wrap is None:
-        return module
+def _on_params(loop: Loop, num_ranks: int | None, timeout: float) -> Any:
+    def step(params: Any, world: World) -> StepResult:
+        require_ranks("on_ranks", world, num_ranks)
+        run = partial(read_gradients, loop, params, params)
+        return agreed(on_each_rank(run, world, timeout=timeout))
+
+    return make_step(step, "on_ranks", loop, num_ranks)
+
+
+def _wrapped(wrap: Wrap, module: nn.Module, window: Window) -> nn.Module:
     mesh = init_device_mesh("cpu", tuple(window.mesh.values()), mesh_dim_names=tuple(window.mesh))
     return wrap(module, mesh)
 
@@ -151,26 +145,3 @@ def _over_data(mesh: DeviceMesh) -> DeviceMesh:
             "Use on_ranks with a wrap of your own."
         )
     return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("data")
-
-
-def _own_grads(module: nn.Module, params: Any) -> dict[str, Tensor | None]:
-    return {name: _local(p.grad) for name, p in named_params(module, values_of(params)).items()}
-
-
-def _local(grad: Tensor | None) -> Tensor | None:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _restore_grads(module: nn.Module, params: Any, grads: Mapping[str, Tensor | None]) -> None:
-    for name, param in named_params(module, values_of(params)).items():
-        grad = grads.get(name)
-        if grad is not None and isinstance(param, DTensor):
-            grad = DTensor.from_local(
-                grad,
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
-        param.grad = grad
