@@ -169,18 +169,22 @@ def _with(**fields: Callable[[DrawFn, Batch], Tensor]) -> SearchStrategy[Batch]:
 
 
 def _like(field: str, smallest: float, largest: float) -> Callable[[DrawFn, Batch], Tensor]:
+    """Values in the shape of a field. Few are drawn, and they are dealt in turn: that is fast."""
+
     def drawn(draw: DrawFn, batch: Batch) -> Tensor:
-        number, shape = batch[field].numel(), batch[field].shape
-        values = st.lists(dyadic(min_value=smallest, max_value=largest), min_size=number)
-        return torch.tensor(draw(values)[:number], dtype=torch.float64).reshape(shape)
+        few = draw(st.lists(dyadic(min_value=smallest, max_value=largest), min_size=1, max_size=7))
+        return _dealt(torch.tensor(few, dtype=torch.float64), batch[field])
 
     return drawn
 
 
+def _dealt(few: Tensor, like: Tensor) -> Tensor:
+    return few[torch.arange(like.numel()) % len(few)].reshape(like.shape)
+
+
 def _flags(draw: DrawFn, batch: Batch) -> Tensor:
-    number = batch["mask"].numel()
-    flags = draw(st.lists(st.booleans(), min_size=number, max_size=number))
-    return torch.tensor(flags, dtype=torch.bool).reshape(batch["mask"].shape)
+    few = draw(st.lists(st.booleans(), min_size=1, max_size=7))
+    return _dealt(torch.tensor(few), batch["mask"])
 
 
 def _experts(draw: DrawFn, batch: Batch) -> Tensor:
