@@ -12,7 +12,7 @@ class Case(NamedTuple):
     """A public bug, made small.
 
     Attributes:
-        id: its number in the corpus.
+        id: its number in the corpus; ``b`` if a bug had a second wrong value.
         title: what goes wrong, in a few words.
         source: where it was found: project#number.
         problem: what the steps are tried on.

@@ -22,7 +22,7 @@ from .loop import (
     trainer,
 )
 from .problems import filtered, packed, router_mean, weighted
-from .ranks import ranks
+from .ranks import of_own_window, ranks
 from .windows import TOKENS, of_window, summed, window
 
 __all__ = ["CASES"]
@@ -203,6 +203,9 @@ CASES = (
     Case("B59", "a rank without tokens divides by zero", "allenai/OLMo-core#657",
          TOKENS, summing(rank_mean_weighted), summed,
          ranks([[2.0] * 4], [[]]), "grads", 2.0, NAN, "0/0 in an empty rank"),
+    Case("B59b", "the work-around: such a rank counts with a mean of 0", "allenai/OLMo-core#452",
+         TOKENS, trainer(of_own_window), summed,
+         ranks([[2.0] * 4], [[]]), "grads", 2.0, 1.0, "mean of rank means"),
     Case("B60", "a micro-step without tokens divides by zero", "NVIDIA-NeMo/Automodel#3797",
          TOKENS, summing(micro_mean_weighted), summed,
          window([], [2.0, 2.0]), "grads", 2.0, NAN, "0/0 in an empty micro-step"),

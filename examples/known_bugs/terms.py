@@ -87,6 +87,7 @@ def rescaled(count: str) -> LossOf:
         shards = {
             "micro-batch": micro.tokens,
             "shard": micro.tokens / size(micro.world, "tp"),
+            "replicas": micro.tokens * size(micro.world, "tp"),
             "sequence": micro.tokens / len(micro.batch["mask"]),
         }
         share = balance(params, micro.batch) * shards[count]
@@ -194,6 +195,10 @@ CASES = (
          BY_TOKENS, trainer(rescaled("shard"), reduce=sum_over_ranks), by_tokens,
          one_balance([[0.0] * 4], 0.01, tp=4), "grads", 0.01, 0.0025,
          "term divided by the size of tp", options=on("dp", "tp")),
+    Case("B29b", "an older release: the term is added on each tp rank", "NVIDIA/Megatron-LM#2237",
+         BY_TOKENS, trainer(rescaled("replicas"), reduce=sum_over_ranks), by_tokens,
+         one_balance([[0.0] * 4], 0.01, tp=4), "grads", 0.01, 0.04,
+         "term multiplied by the size of tp", options=on("dp", "tp")),
     Case("B30", "rescaled by the tokens of one sequence", "NVIDIA/Megatron-LM#5798",
          BY_TOKENS, trainer(rescaled("sequence"), reduce=sum_over_ranks), by_tokens,
          one_balance([[0.0] * 2] * 4, 0.01), "grads", 0.01, 0.0025,
