@@ -87,7 +87,7 @@ def diagnosed(
         left = [c for c in _candidates(seen[0].facts, faults, size) if _fits(c, seen, rtol)]
         left = _told_apart(sorted(left, key=lambda c: c.cost), seen, ask, rtol)
         if left:
-            return _named(left, seen, where)
+            return _in_words_of(where, _named(left, seen, where))
     return _unnamed(seen, where)
 
 
@@ -186,6 +186,15 @@ def _named(left: Sequence[Candidate], seen: Sequence[Sighting], where: str) -> D
         tuple(dict.fromkeys(other for other in others if other != names)),
         len(seen),
     )
+
+
+def _in_words_of(where: str, diagnosis: Diagnosis) -> Diagnosis:
+    """An evaluation has batches, and no micro-steps."""
+    if where != "evaluation loss":
+        return diagnosis
+    faults = tuple(name.replace("micro-step", "batch") for name in diagnosis.faults)
+    said = diagnosis.explanation.replace("micro-step", "batch")
+    return diagnosis._replace(faults=faults, explanation=said)
 
 
 def _name(fault: Fault, at: Sequence[int], seen: Sequence[Sighting]) -> str:

@@ -37,7 +37,8 @@ class Facts(NamedTuple):
         rest: the same of the generation batch outside of the window, ``[K]``.
         kinds: what kind of count a name stands for.
         present: which micro-steps there are, ``[R, M]``, bool.
-        sizes: ``"ranks"``, ``"accumulation"``, and the mesh axes.
+        sizes: ``"ranks"`` that hold data, ``"accumulation"``, the mesh axes, and ``"processes"``
+            where some of them hold copies.
     """
 
     terms: tuple[str, ...]
@@ -86,8 +87,13 @@ def facts_of(problem: Problem, world: World) -> Facts:
         {n: sum((r.counts[n] for r in rest), torch.zeros_like(c)) for n, c in first.counts.items()},
         first.kinds,
         torch.tensor([[m < len(window) for m in range(length)] for window in windows]),
-        {"ranks": len(windows), "accumulation": world.accumulation} | world.mesh,
+        _sizes(world),
     )
+
+
+def _sizes(world: World) -> dict[str, int]:
+    sizes = {"ranks": len(world.data_ranks), "accumulation": world.accumulation} | world.mesh
+    return sizes if len(world) == sizes["ranks"] else sizes | {"processes": len(world)}
 
 
 def read(problem: Problem, batch: Any) -> Reading:

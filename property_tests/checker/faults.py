@@ -188,6 +188,14 @@ _COUNT_FAULTS = {
 def _counts(facts: Facts) -> Iterator[Fault]:
     """The right division by a wrong count."""
     one_mask = "Make num and den from one mask: count what is summed, where it is summed."
+    for index, term in enumerate(facts.terms if len(facts.terms) > 1 else ()):
+        yield Fault(
+            "count of another term",
+            f"the term is divided by the count of {term}",
+            "Give each term the count of what it sums over.",
+            {"term": index},
+            cost=1,
+        )
     for code in _other_counts(facts):
         kind = facts.kinds[code].removesuffix(" shifted")
         if kind == "labels" and facts.kinds[code] != kind:
@@ -196,13 +204,6 @@ def _counts(facts: Facts) -> Iterator[Fault]:
             kind = "less boundaries"
         name, says = _COUNT_FAULTS[kind]
         yield Fault(name, f"{says}: {code}", one_mask, {"count": code}, cost=1 + ("den, " in code))
-    for index, term in enumerate(facts.terms if len(facts.terms) > 1 else ()):
-        yield Fault(
-            "count of another term",
-            f"the term is divided by the count of {term}",
-            "Give each term the count of what it sums over.",
-            {"term": index},
-        )
     yield Fault(
         "padding in num and den",
         "positions that are masked elsewhere enter both the sum and the count",
@@ -230,29 +231,23 @@ def _other_counts(facts: Facts) -> list[str]:
 
 def _factors(facts: Facts) -> Iterator[Fault]:
     """Factors that the number of something leaves behind."""
-    axes = [axis for axis in facts.sizes if axis not in ("ranks", "accumulation", "dp")]
-    sizes = {
-        "micro-steps": "the number of micro-steps",
-        "ranks": "the number of ranks",
-        **{axis: f"the size of {axis}" for axis in axes},
-        "accumulation": "the configured number of micro-steps",
-    }
+    sizes = _sizes(facts)
     for size, words in sizes.items():
         again = " again" if size in ("micro-steps", "ranks") else ""
-        cost = 2 if size != "accumulation" else 3
+        cost = 3 if size == "accumulation" or size.startswith("total") else 2
         yield Fault(
             f"times {words}",
             f"the right value is multiplied by {words}",
-            _DIVIDE_ONCE if size in ("micro-steps", "accumulation") else _SUM_RANKS,
+            _SUM_RANKS if _is_of_ranks(size) else _DIVIDE_ONCE,
             {"factor": {size: 1}},
             cost=cost,
         )
         yield Fault(
             f"divided by {words}{again}",
             f"the right value is divided by {words} once more",
-            f"Remove one of the two divisions. {_DIVIDE_ONCE}"
-            if size in ("micro-steps", "accumulation")
-            else _SUM_RANKS,
+            _SUM_RANKS
+            if _is_of_ranks(size)
+            else f"Remove one of the two divisions. {_DIVIDE_ONCE}",
             {"factor": {size: -1}},
             cost=cost,
         )
@@ -270,21 +265,37 @@ def _factors(facts: Facts) -> Iterator[Fault]:
         {"factor": {"rows": -1}},
         cost=3,
     )
-    for term in facts.terms:
+    if len(facts.terms) > 1:
         yield Fault(
-            f"times the number of tokens{'' if len(facts.terms) == 1 else f' of {term}'}",
-            f"the right value is multiplied by the total count{_of(term, facts)}",
-            _DIVIDE_ONCE,
-            {"factor": {f"total of {term}": 1}},
-            cost=3,
+            "term left out",
+            "the value is without the term",
+            "Add every term that is optimised, each with its weight.",
+            {"heard": "none"},
         )
-        yield Fault(
-            f"divided by the number of tokens{'' if len(facts.terms) == 1 else f' of {term}'}",
-            f"the right value is divided by the total count{_of(term, facts)} once more",
-            _DIVIDE_ONCE,
-            {"factor": {f"total of {term}": -1}},
-            cost=3,
-        )
+        for index, term in enumerate(facts.terms):
+            yield Fault(
+                "weight of the term ignored",
+                f"the term is added without its weight of {float(facts.weights[index]):g}",
+                "Add every term with the weight that it is optimised with.",
+                {"factor": {f"weight of {term}": -1}},
+            )
+
+
+def _is_of_ranks(size: str) -> bool:
+    return size not in ("micro-steps", "accumulation") and not size.startswith("total")
+
+
+def _sizes(facts: Facts) -> dict[str, str]:
+    """The sizes of a world, and their words; a mesh axis before the ranks, which it is one of."""
+    own = ("ranks", "accumulation", "processes", "dp")
+    return {
+        "micro-steps": "the number of micro-steps",
+        **{axis: f"the size of {axis}" for axis in facts.sizes if axis not in own},
+        "ranks": "the number of ranks",
+        **({"processes": "the number of processes"} if "processes" in facts.sizes else {}),
+        "accumulation": "the configured number of micro-steps",
+        **{f"total of {term}": f"the number of tokens{_of(term, facts)}" for term in facts.terms},
+    }
 
 
 def _of(term: str, facts: Facts) -> str:
@@ -388,10 +399,8 @@ def _clipping(facts: Facts) -> Iterator[Fault]:
     if facts.sizes["ranks"] > 1:
         says = "each rank clips what it has, before the ranks sum"
         yield Fault("clipped on each rank", says, once, {"clip": "each rank"}, whole=True)
-    sizes: list[str | float] = [f"total of {term}" for term in facts.terms]
-    sizes += ["micro-steps", "accumulation", "ranks"]
-    for size in sizes:
-        says = f"the gradient is clipped before it is divided by {_WORDS.get(str(size), size)}"
+    for size, words in _sizes(facts).items():
+        says = f"the gradient is clipped before it is divided by {words}"
         yield Fault(
             "clipped before normalisation",
             says,
@@ -416,13 +425,6 @@ def _clipping(facts: Facts) -> Iterator[Fault]:
             {"clip": "replicas", "clip_size": size},
             whole=True,
         )
-
-
-_WORDS = {
-    "micro-steps": "the number of micro-steps",
-    "accumulation": "the configured number of micro-steps",
-    "ranks": "the number of ranks",
-}
 
 
 def _updating() -> Iterator[Fault]:

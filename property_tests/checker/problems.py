@@ -4,6 +4,7 @@ In each, the params are ``{"w": scalar}`` and a token at w = 1 has the loss and 
 the batch states: numbers that are exact in binary and easy to follow by hand.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from ...pure.objective import Objective, term_mean
 from ...pure.terms import LossFn, LossTerms
-from .._value_strategies import dyadic
 
 __all__ = ["Problem", "token_batch", "tokens", "tokens_and_balance", "two_heads"]
 
@@ -148,11 +148,14 @@ def _params() -> dict[str, Tensor]:
 
 @st.composite
 def _token_batches(draw: DrawFn, *, per_row: str = "", extra_head: bool = False) -> Batch:
-    """Ragged rows: a prompt that is not supervised, an answer that is, padding."""
-    num_rows, width = draw(st.integers(1, 3)), draw(st.integers(2, 4))
-    losses = _matrix(draw, dyadic(min_value=0.125, max_value=8), num_rows, width)
-    rows = [sorted(draw(st.tuples(*[st.integers(0, width)] * 2))) for _ in range(num_rows)]
-    starts, ends = torch.tensor(rows).unsqueeze(-1).unbind(1)
+    """Ragged rows: a prompt that is not supervised, an answer that is, padding.
+
+    Batches are small and drawn by few choices: that makes the search for a smallest one quick.
+    """
+    num_rows, width = draw(st.integers(1, 2)), draw(st.integers(2, 4))
+    losses = _matrix(draw, num_rows, width)
+    bounds = torch.tensor(draw(_integers(2 * num_rows, 0, width))).reshape(num_rows, 2)
+    starts, ends = bounds.sort(dim=1).values.unsqueeze(-1).unbind(1)
     place = torch.arange(width)
     supervised = (place >= starts) & (place < ends)
     batch = {
@@ -162,14 +165,19 @@ def _token_batches(draw: DrawFn, *, per_row: str = "", extra_head: bool = False)
         "attention_mask": (place < ends).long(),
     }
     if per_row:
-        batch[per_row] = _matrix(draw, dyadic(min_value=0.125), num_rows, 1)[:, 0]
+        batch[per_row] = _matrix(draw, num_rows, 1)[:, 0]
     if extra_head:
-        batch["extra_losses"] = _matrix(draw, dyadic(min_value=0.125), num_rows, width)
+        batch["extra_losses"] = _matrix(draw, num_rows, width)
         batch["extra_mask"] = batch["mask"] & (place > starts + 1)
     return batch
 
 
-def _matrix(draw: DrawFn, values: SearchStrategy[float], rows: int, columns: int) -> Tensor:
-    size = rows * columns
-    drawn = draw(st.lists(values, min_size=size, max_size=size))
-    return torch.tensor(drawn, dtype=torch.float64).reshape(rows, columns)
+def _matrix(draw: DrawFn, rows: int, columns: int) -> Tensor:
+    """Multiples of 1/8 from 1/8 to 8, ``[rows, columns]``."""
+    eighths = draw(_integers(rows * columns, 1, 64))
+    return torch.tensor(eighths, dtype=torch.float64).reshape(rows, columns) / 8
+
+
+@cache
+def _integers(num: int, low: int, high: int) -> SearchStrategy[tuple[int, ...]]:
+    return st.tuples(*[st.integers(low, high)] * num)

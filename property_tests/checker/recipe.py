@@ -28,15 +28,15 @@ class TermRecipe:
             ``"generation"``, ``"nothing"`` (no division).
         ranks: whose counts: ``"all"`` or ``"own"``.
         weigh: the count by which the quotients are averaged; not at all if empty.
-        adds: which micro-steps arrive: ``"all"``, ``"last"``, ``"but first n"``, ``"whole windows"``,
-            ``"unreduced last"`` (that of the first rank alone).
-        heard: which ranks are: ``"all"`` or ``"first"``.
+        adds: which micro-steps arrive: ``"all"``, ``"last"``, ``"but first n"``,
+            ``"whole windows"``, ``"unreduced last"`` (that of the first rank alone).
+        heard: which ranks are: ``"all"``, ``"first"`` or ``"none"``.
         nan: where a count of zero gives NaN: in a ``"micro-step"``, on a ``"rank"``, or nowhere.
         rounding: the dtype that holds the count.
         decay: a size by which all that is accumulated is divided at each further micro-step.
         factor: sizes and their powers; sizes are ``"micro-steps"`` of the rank, ``"accumulation"``,
-            ``"ranks"``, a mesh axis, ``"rows"`` of the micro-batch, ``"two"``, or
-            ``"total of <term>"``.
+            ``"ranks"``, a mesh axis, ``"processes"``, ``"rows"`` of the micro-batch, ``"two"``,
+            ``"total of <term>"``, ``"weight of <term>"``.
     """
 
     nums: str = ""
@@ -79,18 +79,19 @@ class Finish(NamedTuple):
 
     Attributes:
         max_norm: its global norm is clipped to that.
-        update: the change of the params that an optimizer makes of it, all leaves in one vector.
+        update: ``(gradient, change) -> change``: the change of the params after an optimizer's
+            update from where an earlier change has led, each as one vector of all leaves.
     """
 
     max_norm: float | None = None
-    update: Callable[[Tensor], Tensor] | None = None
+    update: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def finished(grads: Tensor, finish: Finish) -> Tensor:
     """What is seen of a right gradient: clipped, and as the update that is made of it."""
     if finish.max_norm is not None:
         grads = _clipped(grads, finish.max_norm)
-    return grads if finish.update is None else finish.update(grads)
+    return _updated(grads, finish)
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -149,7 +150,7 @@ def _finished(total: Tensor, recipe: Recipe, facts: Facts, finish: Finish) -> Te
             grads = _clipped(grads, finish.max_norm, norm_factor=size**0.5)
         else:
             grads = _clipped(grads * size, finish.max_norm) / size
-    return torch.cat([loss, grads if finish.update is None else finish.update(grads)])
+    return torch.cat([loss, _updated(grads, finish)])
 
 
 def _piecewise(parts: Tensor, recipe: Recipe, facts: Facts, finish: Finish) -> Tensor:
@@ -157,8 +158,11 @@ def _piecewise(parts: Tensor, recipe: Recipe, facts: Facts, finish: Finish) -> T
     loss, grads = parts[..., 0].sum().reshape(1), parts[..., 1:]
     norm = finish.max_norm
     if recipe.update == "each micro-step" and finish.update is not None:
-        steps = grads.sum(0).unbind(0)
-        return torch.cat([loss, _updates(steps, finish)])
+        change = torch.zeros_like(grads[0, 0])
+        for step in grads.sum(0):
+            step = step if norm is None else _clipped(step, norm)
+            change = finish.update(step, change)
+        return torch.cat([loss, change])
     if recipe.accumulate:
         dtype = _DTYPES[recipe.accumulate]
         total = torch.zeros_like(grads[:, 0], dtype=dtype)
@@ -176,16 +180,11 @@ def _piecewise(parts: Tensor, recipe: Recipe, facts: Facts, finish: Finish) -> T
         grads = total
     else:
         grads = grads.sum((0, 1))
-    return torch.cat([loss, grads if finish.update is None else finish.update(grads)])
+    return torch.cat([loss, _updated(grads, finish)])
 
 
-def _updates(steps: tuple[Tensor, ...], finish: Finish) -> Tensor:
-    assert finish.update is not None
-    total = torch.zeros_like(steps[0])
-    for step in steps:
-        step = step if finish.max_norm is None else _clipped(step, finish.max_norm)
-        total = total + finish.update(step)
-    return total
+def _updated(grads: Tensor, finish: Finish) -> Tensor:
+    return grads if finish.update is None else finish.update(grads, torch.zeros_like(grads))
 
 
 def _clipped(grads: Tensor, max_norm: float, *, norm_factor: float = 1.0) -> Tensor:
@@ -215,8 +214,8 @@ def _coefficients(term: TermRecipe, index: int, facts: Facts) -> Tensor:
         steps = facts.present.flip(1).cumsum(1).flip(1) - 1  # how many come after
         scale = scale * _size(term.decay, index, facts) ** -steps.clamp(min=0).double()
     scale = scale * _arrives(term.adds, facts)
-    if term.heard == "first":
-        scale = scale * _first_rank(facts)
+    if term.heard != "all":
+        scale = scale * (_first_rank(facts) & (term.heard == "first"))
     return torch.where(_is_empty(term.nan, index, facts), torch.nan, scale) if term.nan else scale
 
 
@@ -246,6 +245,8 @@ def _size(name: str, index: int, facts: Facts) -> Tensor:
         return facts.counts["len(batch)"][index].clamp(min=1)
     if name.startswith("total of "):
         return facts.counts[DEN][facts.terms.index(name.removeprefix("total of "))].sum()
+    if name.startswith("weight of "):
+        return facts.weights[facts.terms.index(name.removeprefix("weight of "))]
     return torch.tensor(2.0 if name == "two" else facts.sizes[name], dtype=torch.float64)
 
 

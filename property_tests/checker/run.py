@@ -109,10 +109,13 @@ class Deadline(NamedTuple):
 
     @classmethod
     def after(cls, seconds: float) -> "Deadline":
+        """The moment ``seconds`` from now."""
         return cls(time.monotonic() + seconds)
 
     def is_over(self) -> bool:
+        """Whether the moment has passed."""
         return time.monotonic() > self.moment
 
 
 Progress = Callable[[str], None]
+"""Is called with what is being done."""

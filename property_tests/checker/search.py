@@ -1,6 +1,7 @@
 """The search for the smallest world on which a step is wrong, and for worlds that tell why."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from ...pure import tree
+from ..rows import num_rows, take_rows
 from ..violation import Difference, LawViolation
 from .compare import Leaf, Observation, Quantity, wrong_leaves
 from .diagnosis import Sighting, diagnosed, sighting_of
@@ -22,6 +24,7 @@ from .world import World
 __all__ = ["Search", "compared", "counts_something"]
 
 _NUM_SIGHTINGS = 10
+_SHRINK_S = 5.0
 
 
 class Search(NamedTuple):
@@ -30,6 +33,7 @@ class Search(NamedTuple):
     Attributes:
         runner: runs the step.
         worlds: draws worlds.
+        fewest_ranks: how many ranks a world has at least.
         seed: of the draws.
         rtol: the tolerance, or None.
         deadline: after it no search is begun.
@@ -38,6 +42,7 @@ class Search(NamedTuple):
 
     runner: Runner
     worlds: SearchStrategy[World]
+    fewest_ranks: int
     seed: int
     rtol: float | None
     deadline: Deadline
@@ -46,10 +51,11 @@ class Search(NamedTuple):
     def smallest(
         self, condition: Callable[[World], bool], *, max_examples: int = 200
     ) -> World | None:
-        """The smallest world that counts something and meets ``condition``."""
+        """The smallest world that counts something and meets ``condition``, in a few seconds."""
+        time_is_up = Deadline.after(_SHRINK_S)
 
         def checked(world: World) -> bool:
-            if self.deadline.is_over():
+            if self.deadline.is_over() or time_is_up.is_over():
                 raise OutOfTime
             return counts_something(self.runner.problem, world) and condition(world)
 
@@ -81,7 +87,7 @@ def compared(search: Search, seen: Sequence[Observation], name: str) -> Verdict:
     return Verdict(
         name,
         "broken",
-        f"wrong on {len(wrong)} of {len(shown)} windows",
+        _words(name, len(wrong), shown, search.rtol),
         _violation(name, quantity, leaves, diagnoses),
         as_example(problem, smallest.world, quantity, leaves[0]),
         _code(smallest.world),
@@ -89,10 +95,23 @@ def compared(search: Search, seen: Sequence[Observation], name: str) -> Verdict:
     )
 
 
+def _words(name: str, num_wrong: int, shown: Sequence[Observation], rtol: float | None) -> str:
+    words = f"wrong on {num_wrong} of {len(shown)} windows"
+    gradients = [each.quantities[key] for each in shown for key in _UPDATES & set(each.quantities)]
+    if name == "logged loss" and gradients and not any(wrong_leaves(g, rtol) for g in gradients):
+        words += "; the gradient is right: what is logged is not what is optimised"
+    return words
+
+
+_UPDATES = {"gradient", "update"}
+
+
 def _smallest_wrong(search: Search, name: str) -> Observation | None:
     """The smallest world on which the quantity is wrong, run once more."""
 
     def is_wrong(world: World) -> bool:
+        if not counts_something(search.runner.problem, world):
+            return False
         try:
             quantity = search.runner(world).quantities.get(name)
         except StepFailed:
@@ -100,7 +119,46 @@ def _smallest_wrong(search: Search, name: str) -> Observation | None:
         return quantity is not None and bool(wrong_leaves(quantity, search.rtol))
 
     world = search.smallest(is_wrong)
-    return None if world is None else search.runner(world)
+    return None if world is None else search.runner(_with_less(search, world, is_wrong))
+
+
+def _with_less(search: Search, world: World, is_wrong: Callable[[World], bool]) -> World:
+    """``world`` without the ranks, micro-steps and rows that it can be wrong without."""
+    parts = (
+        _without_a_rank(world, search.fewest_ranks),
+        _without_a_micro_step(world),
+        _without_a_row(world),
+    )
+    for smaller in chain(*parts):
+        if is_wrong(smaller):
+            return _with_less(search, smaller, is_wrong)
+    return world
+
+
+def _without_a_rank(world: World, fewest: int) -> Iterator[World]:
+    if list(world.mesh) == ["dp"] and len(world) > fewest:
+        for index in range(len(world)):
+            windows = [*world[:index], *world[index + 1 :]]
+            yield World(windows, accumulation=world.accumulation)
+
+
+def _without_a_micro_step(world: World) -> Iterator[World]:
+    for index in range(max(map(len, world)) if len(world) else 0):
+        windows = [[*window[:index], *window[index + 1 :]] for window in world]
+        yield World(windows, mesh=world.mesh, accumulation=world.accumulation)
+
+
+def _without_a_row(world: World) -> Iterator[World]:
+    for rank in world.data_ranks if len(world) == len(world.data_ranks) else ():
+        for index, batch in enumerate(world[rank]):
+            try:
+                rows = range(num_rows(batch))
+            except ValueError:
+                continue
+            for row in rows if len(rows) > 1 else ():
+                windows = [list(window) for window in world]
+                windows[rank][index] = take_rows(batch, [each for each in rows if each != row])
+                yield World(windows, mesh=world.mesh, accumulation=world.accumulation)
 
 
 def _size(seen: Observation) -> tuple[int, int, int]:

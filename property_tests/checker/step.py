@@ -1,5 +1,6 @@
 """``check_step``: a trainer, as a black box, against Σnum/Σden."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -119,13 +120,14 @@ def report_step(
     problem = _problem(loss_fn, params, batches, objective)
     finish = Finish(max_norm, None if optimizer is None else _update_of(optimizer, problem.params))
     runner = Runner(step, problem, finish, lr, returns, timeout_s)
+    meshes, fewest_ranks = _meshes(step, ranks, mesh)
     worlds = step_worlds(
         problem.batches,
-        _meshes(step, ranks, mesh),
+        meshes,
         max_micro_steps=max_micro_steps,
         uneven=uneven,
     )
-    search = Search(runner, worlds, seed, rtol, deadline, say)
+    search = Search(runner, worlds, fewest_ranks, seed, rtol, deadline, say)
     say("drawing windows")
     tried = [
         world for world in drawn(worlds, max_examples, seed) if counts_something(problem, world)
@@ -163,28 +165,31 @@ def _meshes(
     step: Step,
     ranks: int | tuple[int, int] | None,
     mesh: Mapping[str, int] | SearchStrategy[dict[str, int]] | None,
-) -> SearchStrategy[dict[str, int]]:
-    if isinstance(mesh, SearchStrategy):
-        return mesh
+) -> tuple[SearchStrategy[dict[str, int]], int]:
+    """What draws the mesh, and the fewest ranks of a mesh that has ``dp`` alone."""
     if mesh is not None:
-        return st.just(dict(mesh))
+        fixed = mesh if isinstance(mesh, SearchStrategy) else st.just(dict(mesh))
+        return fixed, 1 if isinstance(mesh, SearchStrategy) else math.prod(mesh.values())
     ranks = getattr(step, "ranks", (1, 3)) if ranks is None else ranks
     low, high = (ranks, ranks) if isinstance(ranks, int) else ranks
-    return st.integers(low, high).map(lambda size: {"dp": size})
+    return st.integers(low, high).map(lambda size: {"dp": size}), low
 
 
-def _update_of(optimizer: Optimizer, params: Any) -> Callable[[Tensor], Tensor]:
-    """The change that one update makes of a gradient, both as one vector of all leaves."""
+def _update_of(optimizer: Optimizer, params: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """What one update makes of a gradient and of a change so far, in vectors of all leaves."""
     values = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
     leaves, structure = tree.flatten(values)
-    old = tree.unflatten(structure, [leaf.detach() for leaf in leaves])
+    start = torch.cat([leaf.detach().double().reshape(-1) for leaf in leaves])
 
-    def update(grads: Tensor) -> Tensor:
-        parts = grads.split([leaf.numel() for leaf in leaves])
-        shaped = [p.reshape(leaf.shape).to(leaf) for p, leaf in zip(parts, leaves, strict=True)]
-        new, _ = optimizer.update(tree.unflatten(structure, shaped), optimizer.init(old), old)
-        pairs = zip(tree.leaves(new), leaves, strict=True)
-        return torch.cat([(a - b.detach()).double().reshape(-1) for a, b in pairs])
+    def shaped(vector: Tensor) -> Any:
+        parts = vector.split([leaf.numel() for leaf in leaves])
+        likes = zip(parts, leaves, strict=True)
+        return tree.unflatten(structure, [p.reshape(like.shape).to(like) for p, like in likes])
+
+    def update(grads: Tensor, change: Tensor) -> Tensor:
+        old = shaped(start + change)
+        new, _ = optimizer.update(shaped(grads), optimizer.init(old), old)
+        return torch.cat([leaf.detach().double().reshape(-1) for leaf in tree.leaves(new)]) - start
 
     return update
 
