@@ -8,20 +8,35 @@ import torch
 from hypothesis.strategies import SearchStrategy
 from torch import nn
 
+from ...pure.terms import LossTerms
 from ..evaluation import evaluate
-from ..rows import join_rows
-from .loss_batches import as_strategy, copied, is_hollow, pool_of, reached
+from ..rows import join_rows, num_rows
+from ..violation import Difference, LawViolation
+from .code import Verbatim, as_call
+from .loss_batches import as_strategy, copied, has_rows, is_hollow, pool_of, reached
 from .loss_search import Found, search
-from .loss_trials import LAWS, Subject, guarded
+from .loss_trials import LAWS, Subject, as_code_file, guarded
 from .loss_verdicts import failed, verdict_of
+from .means import Mean, find_den
 from .outputs import as_loss_fn, call, read_output
 from .report import Report, Verdict
 
 __all__ = ["check_loss", "report_loss"]
 
 # What is found about each of these decides how the others are tried.
-_FIRST = ("purity", "repeatability", "emptiness", "additivity", "permutation")
+_FIRST = ("purity", "emptiness", "repeatability", "additivity", "permutation")
 _COMPARING = ("additivity", "permutation", "padding", "mask_agreement")
+
+# What a scalar cannot be tried for, by what it is.
+_DEN_ITSELF = ("den_independence", "mask_agreement")
+_SUMS = (*_DEN_ITSELF, "additivity", "keyed_randomness")
+_NEED_A_DEN = {
+    "mean": ("den_independence",),
+    "sum": _DEN_ITSELF,
+    "weighted": _SUMS,
+    "none": _SUMS,
+    "unknown": _SUMS,
+}
 
 
 def check_loss(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Report:
@@ -125,14 +140,13 @@ def report_loss(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         check = _Check(loss_fn, subject, pool, max_examples, seed, started + budget_s)
-        verdicts, examples, notes = check.report(wanted)
+        verdicts, examples = check.report(wanted)
     return Report(
         getattr(loss_fn, "__name__", type(loss_fn).__name__),
         tuple(verdicts),
         examples,
         time.monotonic() - started,
         seed,
-        tuple(notes),
     )
 
 
@@ -156,20 +170,26 @@ class _Check(NamedTuple):
     seed: int
     end: float
 
-    def report(self, wanted: Sequence[str]) -> tuple[list[Verdict], int, list[str]]:
-        """The verdicts about the wanted laws, the number of examples, and notes."""
+    def report(self, wanted: Sequence[str]) -> tuple[list[Verdict], int]:
+        """The verdicts about the wanted laws, and the number of examples."""
         first, samples = self._samples(self.subject.batches)
+        if first.error is not None and self.subject.least_rows == 1:
+            several = self.subject.batches.filter(lambda b: has_rows(b) and num_rows(b) > 1)
+            subject = self.subject._replace(batches=several, least_rows=2, hollow=False)
+            if self._samples(several)[1] and not self._samples(several)[0].error:
+                return self._replace(subject=subject).report(wanted)
         if first.error is not None or not samples:
-            return _none_tried(wanted, self.subject, first), first.examples, []
-        subject, notes = self._understood(samples)
+            return _none_tried(wanted, self.subject, first), first.examples
+        subject, mean = self._understood(samples)
         verdicts: dict[str, Verdict] = {}
         total = first.examples
         order = [*_FIRST, *(law for law in wanted if law not in _FIRST)]
         for place, law in enumerate(order):
-            reason = _why_not(law, verdicts)
+            reason = _why_not(law, verdicts, mean)
             verdicts[law], count = self._verdict(law, subject, samples, reason, len(order) - place)
             subject, total = _adapted(subject, law, verdicts[law]), total + count
-        return [verdicts[law] for law in wanted], total, notes
+        about_den = [_about_den(mean, subject)] if mean else []
+        return [*about_den, *(verdicts[law] for law in wanted)], total
 
     def _verdict(
         self, law: str, subject: Subject, samples: list[Any], reason: str, laws_left: int
@@ -201,17 +221,33 @@ class _Check(NamedTuple):
         found = search(some, run, max_examples=10, random_seed=self.seed, end=end)
         return found, samples
 
-    def _understood(self, samples: list[Any]) -> tuple[Subject, list[str]]:
-        """The subject with what its outputs and masks tell."""
+    def _understood(self, samples: list[Any]) -> tuple[Subject, Mean | None]:
+        """The subject with what its masks and outputs tell, and what a scalar is."""
         subject = self.subject
-        output = read_output(call(self.fn, subject.params, copied(samples[0])))
-        masked = _reached(subject, samples)
-        subject = subject._replace(reached=masked)
-        if self.pool is not None and masked:
+        subject = subject._replace(reached=_reached(subject, samples))
+        if self.pool is not None and subject.reached:
             draws = as_strategy(self.pool, ragged=True)
-            if self._samples(draws)[0].error is None:
-                subject = subject._replace(batches=draws)
-        return subject, []
+            found, more = self._samples(draws)
+            if found.error is None:
+                subject, samples = subject._replace(batches=draws), [*samples, *more]
+        result = call(self.fn, subject.params, copied(samples[0]))
+        if not _is_terms(result) or isinstance(self.fn, nn.Module):
+            code = "as_loss_fn(loss_fn)"
+            subject = subject._replace(loss_code=code, raw_code=code)
+        if read_output(result).kind == "terms":
+            return subject, None
+        several = [batch for batch in samples if has_rows(batch) and num_rows(batch) > 1]
+        several.sort(key=num_rows, reverse=True)
+        mean = find_den(subject.loss_fn, subject.params, several[:6], join=subject.join)
+        if mean.kind != "mean":
+            return subject, mean
+        loss_fn = as_loss_fn(self.fn, mean.den_fn)
+        code = f"as_loss_fn(loss_fn, lambda batch: {mean.codes[0]})".replace("len(", "num_rows(")
+        return subject._replace(loss_fn=guarded(loss_fn), direct=loss_fn, loss_code=code), mean
+
+
+def _is_terms(result: Any) -> bool:
+    return isinstance(result[0] if type(result) is tuple and result else result, LossTerms)
 
 
 def _reached(subject: Subject, samples: list[Any]) -> frozenset[str]:
@@ -228,29 +264,48 @@ def _adapted(subject: Subject, law: str, verdict: Verdict) -> Subject:
     """The subject for the laws to come, after the verdict about ``law``."""
     if law == "purity" and verdict.status != "broken":
         return subject._replace(loss_fn=subject.direct)
-    if law == "purity":
-        return subject._replace(raw=guarded(subject.raw))
     if law == "emptiness" and verdict.status == "broken":
         return subject._replace(hollow=False)
     return subject
 
 
-def _why_not(law: str, verdicts: dict[str, Verdict]) -> str:
+def _why_not(law: str, verdicts: dict[str, Verdict], mean: Mean | None) -> str:
     """Why ``law`` says nothing after what was found."""
     broken = {name for name, verdict in verdicts.items() if verdict.status == "broken"}
     if law in _COMPARING and "repeatability" in broken:
         return "two calls on one batch differ, so no sums can be compared; see repeatability"
-    if (
-        law == "keyed_randomness"
-        and "additivity" in broken
-        and not broken
-        & {
-            "repeatability",
-            "permutation",
-        }
-    ):
+    if mean is not None and law in _NEED_A_DEN[mean.kind]:
+        return "the loss function returns no den; see denominator"
+    shown = not broken & {"repeatability", "permutation"}
+    if law == "keyed_randomness" and "additivity" in broken and shown:
         return "the rows do not add up whatever is drawn; see additivity"
     return ""
+
+
+def _about_den(mean: Mean, subject: Subject) -> Verdict:
+    """The verdict about a scalar: whether there is a den that makes it a pair of sums."""
+    words = f"the loss function returns a scalar: {mean.words}"
+    if mean.kind in ("mean", "sum"):
+        return Verdict("denominator", "holds", words)
+    if mean.pair is None or mean.values is None:
+        return Verdict("denominator", "skipped", words)
+    start = [Verbatim(subject.loss_code), Verbatim("params")]
+    code = as_code_file(as_call("find_den", *start, [subject.join(mean.pair)]))
+    a, b, joined = mean.values
+    violation = LawViolation(
+        "denominator",
+        "a count of the batch must make a scalar loss a pair of sums.",
+        [
+            Difference(
+                "joined", f"a mean of {a:.6g} and {b:.6g} weighted by a count", f"{joined:.6g}"
+            )
+        ],
+        "several terms with dens of their own, weights that are not returned, or statistics of "
+        "the batch. Return LossTerms(num, den): sums and what they are divided by, by term.",
+        code=code,
+    )
+    example = f"values {a:.6g} and {b:.6g}, joined {joined:.6g}"
+    return Verdict("denominator", "broken", words, violation, example, code)
 
 
 def _none_tried(wanted: Sequence[str], subject: Subject, first: Found) -> list[Verdict]:

@@ -126,8 +126,18 @@ def _settings(max_examples: int) -> settings:
         report_multiple_bugs=False,
         verbosity=Verbosity.quiet,
         phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=[*HealthCheck],
+        suppress_health_check=_HEALTH_CHECKS,
     )
+
+
+_HEALTH_CHECKS = [
+    HealthCheck.data_too_large,
+    HealthCheck.differing_executors,
+    HealthCheck.filter_too_much,
+    HealthCheck.large_base_example,
+    HealthCheck.nested_given,
+    HealthCheck.too_slow,
+]
 
 
 def _size(example: Any) -> int:

@@ -22,7 +22,7 @@ from .code import Verbatim, as_call
 from .loss_batches import copied, has_rows, is_alive, is_hollow
 from .module_remarks import kept_state
 
-__all__ = ["LAWS", "Skip", "Subject", "Trial", "guarded", "trials"]
+__all__ = ["LAWS", "Skip", "Subject", "Trial", "as_code_file", "guarded", "trials"]
 
 
 class Subject(NamedTuple):
@@ -36,6 +36,7 @@ class Subject(NamedTuple):
         batches: draws batches.
         reached: the sums that the masks of a batch reach, by name.
         hollow: whether batches with nothing to learn from may be drawn.
+        least_rows: with how many rows it can be run.
         loss_code: ``loss_fn`` as code.
         raw_code: ``raw`` as code.
     """
@@ -53,6 +54,7 @@ class Subject(NamedTuple):
     rtol: float | None = None
     reached: frozenset[str] = frozenset()
     hollow: bool = True
+    least_rows: int = 1
     loss_code: str = "loss_fn"
     raw_code: str = "loss_fn"
 
@@ -91,11 +93,13 @@ class Trial(NamedTuple):
 
     def run(self, subject: Subject, example: tuple[Any, ...]) -> None:
         """Raise ``LawViolation`` unless the law holds on ``example``."""
-        law = _purity if self.law == "purity" else getattr(laws, self.law)
         args, named = self._split(example)
-        loss_fn = subject.raw if self.law in EFFECTS else subject.loss_fn
         try:
-            law(loss_fn, subject.params, *args, **named, **self.options)
+            if self.law in EFFECTS:
+                _try_effect(self.law, subject, *args)
+            else:
+                law = getattr(laws, self.law)
+                law(subject.loss_fn, subject.params, *args, **named, **self.options)
         except LawViolation as violation:
             kept = [each for each in violation.differences if self._keeps(each.term)]
             if kept:
@@ -108,11 +112,7 @@ class Trial(NamedTuple):
         options = {name: value for name, value in self.options.items() if value}
         start = [Verbatim(loss_code), Verbatim("params"), *args]
         call = as_call(f"laws.{self.law}", *start, **named, **{**options, **self.code})
-        used = [name for name in _HOMES if re.search(rf"\b{name}\b", call)]
-        imports = [f"from numden.property_tests.{_HOMES[name]} import {name}" for name in used]
-        return "\n".join(
-            ["import torch", "from numden.property_tests import laws", *imports, "", call]
-        )
+        return as_code_file(call)
 
     def _split(self, example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count = len(example) - len(self.names)
@@ -123,13 +123,23 @@ class Trial(NamedTuple):
         return self.keeps is None or name in self.keeps
 
 
-# Where the helpers come from that code may name.
+# Where the names come from that code may use.
 _HOMES = {
-    "as_loss_fn": "checker.outputs",
-    "other_params": "_mask_laws",
-    "pad_columns": "mask_fields",
-    "pad_rows": "mask_fields",
+    "laws": "property_tests",
+    "as_loss_fn": "property_tests.checker.outputs",
+    "find_den": "property_tests.checker.means",
+    "num_rows": "property_tests.rows",
+    "other_params": "property_tests._mask_laws",
+    "pad_columns": "property_tests.mask_fields",
+    "pad_rows": "property_tests.mask_fields",
 }
+
+
+def as_code_file(call: str) -> str:
+    """``call`` below the imports that it needs."""
+    used = [name for name in _HOMES if re.search(rf"\b{name}\b", call)]
+    imports = [f"from numden.{_HOMES[name]} import {name}" for name in used]
+    return "\n".join(["import torch", *imports, "", call])
 
 
 class Skip(NamedTuple):
@@ -163,9 +173,18 @@ def _batches(subject: Subject, min_rows: int = 1) -> SearchStrategy[Any]:
     def wanted(batch: Any) -> bool:
         if not has_rows(batch):
             return min_rows <= 1
-        return num_rows(batch) >= min_rows and (subject.hollow or not is_hollow(batch))
+        return num_rows(batch) >= min_rows and (subject.hollow or _learns(subject, batch))
 
     return subject.batches.filter(wanted)
+
+
+def _learns(subject: Subject, batch: Any) -> bool:
+    """Whether there is something to sum, and no NaN: what an empty batch may give is known."""
+    if is_hollow(batch) or (has_rows(batch) and num_rows(batch) < subject.least_rows):
+        return False
+    values = sums(forward(subject.loss_fn, subject.params, batch))
+    nums = [value for name, value in values.items() if name.startswith("num")]
+    return all(bool(num.isfinite().all()) for num in nums) and any(map(is_alive, nums))
 
 
 def _single(subject: Subject, min_rows: int = 1) -> SearchStrategy[tuple[Any, ...]]:
@@ -177,7 +196,8 @@ def _additivity(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
         return [NO_ROWS]
     if max(map(num_rows, samples)) < 2:
         return [Skip("no batch has more than one row, so there is nothing to cut")]
-    cut = windows(_batches(subject, 2), min_size=2, allow_empty=subject.hollow)
+    whole = _batches(subject, 2 * subject.least_rows)
+    cut = windows(whole, min_size=2, allow_empty=subject.hollow)
     if not subject.hollow:
         cut = cut.filter(lambda window: all(_learns(subject, batch) for batch in window))
     examples = cut.map(lambda window: (window,))
@@ -185,14 +205,6 @@ def _additivity(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
         return [Trial("additivity", examples, options=subject.agree)]
     options = {"join": subject.join, **subject.agree}
     return [Trial("additivity", examples, options=options, code={"join": Verbatim("join")})]
-
-
-def _learns(subject: Subject, batch: Any) -> bool:
-    if is_hollow(batch):
-        return False
-    values = sums(forward(subject.loss_fn, subject.params, batch))
-    nums = [value for name, value in values.items() if name.startswith("num")]
-    return all(bool(num.isfinite().all()) for num in nums) and any(map(is_alive, nums))
 
 
 def _permutation(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
@@ -317,18 +329,30 @@ def _mask_agreement(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
 def _keyed_randomness(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
     if not has_rows(samples[0]):
         return [NO_ROWS]
-    return [Trial("keyed_randomness", _single(subject, 2), options=subject.agree, share=0.5)]
+    several = _single(subject, 2)
+    if not subject.hollow and subject.least_rows == 1:
+        several = several.filter(lambda example: _rows_learn(subject, example[0]))
+    return [Trial("keyed_randomness", several, options=subject.agree, share=0.5)]
+
+
+def _rows_learn(subject: Subject, batch: Any) -> bool:
+    return all(_learns(subject, take_rows(batch, [row])) for row in range(num_rows(batch)))
 
 
 def _effect(law: str) -> Callable[[Subject, list[Any]], list[Trial | Skip]]:
     return lambda subject, samples: [Trial(law, _single(subject), share=0.2)]
 
 
-def _purity(loss_fn: LossFn, params: Any, batch: Any) -> None:
-    if isinstance(params, nn.Module):
+def _try_effect(name: str, subject: Subject, batch: Any) -> None:
+    """Try a law of effects on copies, so that the next example is what was drawn."""
+    law, params, batch = getattr(laws, name), subject.params, copied(batch)
+    if name == "repeatability":  # What the first call changes is not to be seen by the second.
+        law(guarded(subject.raw), params, batch)
+    elif isinstance(params, nn.Module):
         with kept_state(params):
-            return laws.purity(loss_fn, params, copied(batch))
-    return laws.purity(loss_fn, copied(params), copied(batch))
+            law(subject.raw, params, batch)
+    else:
+        law(subject.raw, copied(params), batch)
 
 
 EFFECTS = ("purity", "repeatability", "no_collective", "no_host_sync")

@@ -57,7 +57,7 @@ def verdict_of(
 def failed(law: str, subject: Subject, result: Found) -> Verdict:
     """The verdict for a loss function that raised on a batch of rows that count."""
     trial = Trial("repeatability", subject.batches)
-    return _failed(law, trial, subject, result)
+    return _failed(law, trial, subject, result._replace(example=(result.example,)))
 
 
 def _outcome(trial: Trial, subject: Subject, result: Found) -> Verdict | Skip | None:

@@ -53,7 +53,7 @@ def tracking_parts(run: Callable[[], Any], module: nn.Module) -> list[str]:
         changed = [n for n, b in module.named_buffers() if not torch.equal(b, before[n])]
     parts = dict(module.named_modules())
     owners = {name.rpartition(".")[0] for name in changed}
-    return [f"{_title(n, parts[n])} and keeps running averages" for n in sorted(owners)]
+    return [f"{_title(n, parts[n])} and {_tracking(parts[n])}" for n in sorted(owners)]
 
 
 def mixing_parts(module: nn.Module) -> list[str]:
@@ -83,6 +83,11 @@ def kept_state(module: nn.Module) -> Iterator[None]:
             parameter.grad = grad
         for part, mode in zip(module.modules(), modes, strict=True):
             part.training = mode
+
+
+def _tracking(part: nn.Module) -> str:
+    statistics = "uses statistics of each micro-batch and keeps running averages of them"
+    return statistics if isinstance(part, _BatchNorm) else "changes its buffers"
 
 
 def _title(name: str, part: nn.Module) -> str:

@@ -112,7 +112,8 @@ def _scalar_of(result: Any) -> Tensor | None:
         return _scalar_of(result.get("loss"))
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         return _scalar_of(result[0])
-    return _scalar_of(getattr(result, "loss", None))
+    loss = getattr(result, "loss", None)
+    return None if loss is None else _scalar_of(loss)
 
 
 def _has_terms_first(result: Any) -> bool:
