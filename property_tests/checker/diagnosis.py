@@ -1,175 +1,153 @@
-"""Which wrong formula gives the wrong numbers: the smallest set of faults that explains all."""
+"""Which wrong formula gives the wrong numbers, in words."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations, product
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compare import Observation, close
-from .facts import Facts, facts_of
-from .faults import Fault, apply, catalogue
+from ...pure.objective import Objective, term_mean
+from ...pure.terms import LossFn
+from .compare import Leaf, Observation, observe, wrong_leaves
+from .draw import batches_of
+from .facts import Facts
+from .faults import Fault
+from .formulas import Candidate, Sighting, sighting_of, surviving
 from .problems import Problem
-from .recipe import Finish, Recipe, TermRecipe, evaluator
+from .recipe import Finish
 from .report import Diagnosis
+from .world import World, as_result
 
-__all__ = ["Sighting", "diagnosed", "sighting_of"]
+__all__ = ["Laboratory", "diagnose", "diagnosed"]
 
-_MAX_FAULTS = 3
-_MAX_ROUNDS = 12
+_NUM_SIGHTINGS = 10
+_MAX_LEAVES = 6
 
 
-class Sighting(NamedTuple):
-    """Wrong (or right) numbers on one world, with all that a formula may use.
+class Laboratory(NamedTuple):
+    """What a diagnosis may use.
 
     Attributes:
-        facts: the sums of the world.
-        value: what a recipe gives there, ``[1 + P]``.
-        got: what was seen, ``[1 + P]``; only ``places`` of it count.
-        places: the indices that are explained.
-        eps: how exact they are.
-        expected: what is right, ``[1 + P]``.
+        problem: what is right.
+        finish: what happens to a gradient before it is seen.
+        rtol: the tolerance, or None.
+        run_where: finds a world on which a condition holds and runs the step there.
+        time_is_up: whether to stop.
     """
 
-    facts: Facts
-    value: Callable[[Recipe], Tensor]
-    got: Tensor
-    places: Tensor
-    eps: float
-    expected: Tensor
+    problem: Problem
+    finish: Finish = Finish()
+    rtol: float | None = None
+    run_where: Callable[[Callable[[World], bool]], Observation | None] = lambda condition: None
+    time_is_up: Callable[[], bool] = lambda: False
 
 
-class Candidate(NamedTuple):
-    """A recipe and the faults that made it, each with the terms that it is in."""
+def diagnose(
+    seen: Sequence[tuple[Any, Any]],
+    loss_fn: LossFn,
+    params: Any,
+    *,
+    objective: Objective = term_mean(),
+    max_norm: float | None = None,
+    rtol: float | None = None,
+) -> tuple[Diagnosis, ...]:
+    """Explain numbers that come from anywhere: a log, another framework, a step that ran once.
 
-    recipe: Recipe
-    faults: tuple[tuple[Fault, tuple[int, ...]], ...]
+    Args:
+        seen: windows and what was got there: a ``World`` (or a sequence of windows by rank), and a
+            ``StepResult`` or a bare gradient. The more windows, the fewer formulas fit.
+        loss_fn: the sums that are right: ``(params, batch) -> LossTerms``.
+        params: a pytree of tensors or an ``nn.Module``.
+        objective: from total sums to the loss, a ``term_mean``.
+        max_norm: the global norm to which the gradient is clipped.
+        rtol: relative tolerance; the root of the machine epsilon if not given.
 
-    @property
-    def cost(self) -> int:
-        return sum(fault.cost for fault, _ in self.faults)
+    Returns:
+        A diagnosis for each value that is wrong; none if all are right.
 
-
-def sighting_of(
-    problem: Problem, seen: Observation, quantity: str, places: Tensor, finish: Finish
-) -> Sighting:
-    """What was seen of ``quantity`` at ``places`` of its vector."""
-    facts = facts_of(problem, seen.world)
-    values = seen.quantities[quantity]
-    start = 0 if quantity.endswith("loss") else 1  # The loss comes first, then the gradient.
-    got, expected = torch.zeros(2, facts.nums[""].shape[-1], dtype=torch.float64)
-    got[start : start + len(values.got)] = values.got
-    expected[start : start + len(values.got)] = values.expected
-    return Sighting(facts, evaluator(facts, finish), got, start + places, values.eps, expected)
+    Examples:
+        >>> from numden.property_tests.checker.problems import token_batch, tokens
+        >>> problem = tokens()
+        >>> window = [token_batch([[8.0]]), token_batch([[2.0, 2.0, 2.0]])]
+        >>> five = {"w": torch.tensor(5.0).double()}
+        >>> found = diagnose([([window], five)], problem.loss_fn, problem.params)
+        >>> found[0].faults
+        ('mean of micro-step means',)
+    """
+    problem = Problem(loss_fn, params, batches_of([]), objective)
+    lab = Laboratory(problem, Finish(max_norm), rtol)
+    runs = [
+        observe(
+            problem,
+            windows if isinstance(windows, World) else World(windows),
+            as_result(result),
+            lab.finish,
+            1.0,
+        )
+        for windows, result in seen
+    ]
+    found: list[Diagnosis] = []
+    for name in dict.fromkeys(name for each in runs for name in each.quantities):
+        shown = [each for each in runs if name in each.quantities]
+        wrong = [each for each in shown if wrong_leaves(each.quantities[name], rtol)]
+        if wrong:
+            found += diagnosed(lab, wrong[0], shown, name)
+    return tuple(found)
 
 
 def diagnosed(
-    sightings: Sequence[Sighting],
-    ask: Callable[[Callable[[Sighting], bool]], Sighting | None],
-    where: str,
-    finish: Finish,
-    rtol: float | None = None,
-) -> Diagnosis:
-    """The smallest set of faults that gives what was seen on all ``sightings``, and on new ones.
+    lab: Laboratory, smallest: Observation, shown: Sequence[Observation], name: str
+) -> tuple[Diagnosis, ...]:
+    """One diagnosis for all leaves, else one for the wrong ones, else one for each of them.
 
     Args:
-        sightings: the one to explain first, then others.
-        ask: finds a world on which a condition holds (its ``got`` is not looked at), runs the
-            step there, and returns what was seen; None if there is no such world.
-        where: what is explained, such as ``grads['w']``.
-        finish: what happens to a gradient before it is seen.
-        rtol: the tolerance, relative; by the epsilon of the values if None.
+        lab: what may be used.
+        smallest: the run that is shown to the reader.
+        shown: all runs that show the quantity.
+        name: the quantity.
     """
-    seen = list(sightings)
-    faults = _distinct(seen, finish)
-    for size in range(1, _MAX_FAULTS + 1):
-        left = [c for c in _candidates(seen[0].facts, faults, size) if _fits(c, seen, rtol)]
-        left = _told_apart(sorted(left, key=lambda c: c.cost), seen, ask, rtol)
-        if left:
-            return _in_words_of(where, _named(left, seen, where))
-    return _unnamed(seen, where)
-
-
-def _fits(candidate: Candidate, seen: Iterable[Sighting], rtol: float | None) -> bool:
-    return all(_agrees(each, each.value(candidate.recipe), rtol) for each in seen)
-
-
-def _agrees(seen: Sighting, value: Tensor, rtol: float | None) -> bool:
-    return close(value[seen.places], seen.got[seen.places], seen.eps, rtol)
-
-
-def _candidates(facts: Facts, faults: Sequence[Fault], size: int) -> Iterator[Candidate]:
-    """All recipes with ``size`` faults, each recipe once."""
-    right = Recipe((TermRecipe(),) * len(facts.terms))
-    every = tuple(range(len(facts.terms)))
-    targets = [every, *[(index,) for index in every]] if len(every) > 1 else [every]
-    limit = 1 if size == _MAX_FAULTS else 10
-    known = {right}
-    for chosen in combinations([fault for fault in faults if fault.cost <= limit], size):
-        for where in product(*[[()] if fault.whole else targets for fault in chosen]):
-            recipe: Recipe | None = right
-            for fault, terms in zip(chosen, where, strict=True):
-                recipe = apply(recipe, fault, terms) if recipe is not None else None
-            if recipe is not None and recipe not in known:
-                known.add(recipe)
-                yield Candidate(recipe, tuple(zip(chosen, where, strict=True)))
-
-
-def _distinct(seen: Sequence[Sighting], finish: Finish) -> list[Fault]:
-    """The catalogue, less counts that are the same as another on all that was seen."""
-    facts = max((each.facts for each in seen), key=lambda facts: facts.sizes["ranks"])
-    faults = catalogue(facts, clips=finish.max_norm is not None, updates=finish.update is not None)
-    known: dict[tuple[Any, ...], str] = {}
-    for code in facts.counts:
-        key = tuple(
-            tuple(each.facts.counts[code].flatten().tolist() + each.facts.rest[code].tolist())
-            for each in seen
-        )
-        known.setdefault(key, code)
-    codes = set(known.values())
-    return [
-        fault
-        for fault in faults
-        if fault.change.get("count", "den") in codes
-        and fault.change.get("weigh", "den") in codes
-        and not ("nums" in fault.change and _reads_alike(seen, fault.change["nums"]))
-    ]
-
-
-def _reads_alike(seen: Sequence[Sighting], nums: str) -> bool:
-    return all(torch.equal(each.facts.nums[nums], each.facts.nums[""]) for each in seen)
-
-
-def _told_apart(
-    left: list[Candidate],
-    seen: list[Sighting],
-    ask: Callable[[Callable[[Sighting], bool]], Sighting | None],
-    rtol: float | None,
-) -> list[Candidate]:
-    """The candidates that survive worlds on which they differ; ``seen`` grows by these worlds."""
-    for _ in range(_MAX_ROUNDS):
-        if len(left) < 2:
+    others = shown[:: max(1, len(shown) // _NUM_SIGHTINGS)]
+    leaves = smallest.quantities[name].leaves
+    bad = {
+        leaf.name: leaf for each in shown for leaf in wrong_leaves(each.quantities[name], lab.rtol)
+    }
+    attempts = [[leaves], [tuple(bad.values())], [(leaf,) for leaf in bad.values()][:_MAX_LEAVES]]
+    best: tuple[Diagnosis, ...] = ()
+    for groups in attempts if len(leaves) > 1 else attempts[:1]:
+        best = tuple(_diagnosis(lab, [smallest, *others], name, group) for group in groups)
+        if all(each.faults for each in best):
             break
-        few = left[:40]
-        new = ask(lambda sighting, few=few: _differ(few, sighting, rtol))
-        if new is None:
-            break
-        seen.append(new)
-        left = [c for c in left if _fits(c, [new], rtol)]
-    return left
+    return best
 
 
-def _differ(candidates: Sequence[Candidate], sighting: Sighting, rtol: float | None) -> bool:
-    first, *others = [sighting.value(c.recipe)[sighting.places] for c in candidates]
-    return not all(close(first, other, sighting.eps, rtol) for other in others)
+def _diagnosis(
+    lab: Laboratory, runs: Sequence[Observation], name: str, leaves: Sequence[Leaf]
+) -> Diagnosis:
+    """The diagnosis of some leaves of a quantity."""
+    places = torch.cat([torch.arange(leaf.place.start, leaf.place.stop) for leaf in leaves])
+
+    def sighting(run: Observation) -> Sighting:
+        return sighting_of(lab.problem, run, name, places, lab.finish)
+
+    def ask(condition: Callable[[Sighting], bool]) -> Sighting | None:
+        # What would be right on a world that has not been run is not looked at.
+        run = lab.run_where(lambda world: condition(sighting(runs[0]._replace(world=world))))
+        return None if run is None else sighting(run)
+
+    where = ", ".join(leaf.name for leaf in leaves)
+    try:
+        seen = [sighting(run) for run in runs]
+    except TypeError as error:  # The objective is no term_mean.
+        return Diagnosis((), f"{error}", "Compare the smallest window by hand.", where)
+    left = surviving(seen, ask, lab.finish, rtol=lab.rtol, time_is_up=lab.time_is_up)
+    return _in_words_of(where, _named(left, seen, where)) if left else _unnamed(seen, where)
 
 
 def _named(left: Sequence[Candidate], seen: Sequence[Sighting], where: str) -> Diagnosis:
     best = left[0]
     terms = seen[0].facts.terms
     names = tuple(_name(fault, at, seen) for fault, at in best.faults)
-    words = [f"{fault.says}{_in(at, terms)}" for fault, at in best.faults]
+    words = [f"{_in(at, terms)}{fault.says}" for fault, at in best.faults]
     first = seen[0]
     value = first.value(best.recipe)[first.places]
     worst = _worst(first.expected[first.places], value)
@@ -217,7 +195,7 @@ def _is_per_micro_step(facts: Facts, index: int) -> bool:
 
 
 def _in(at: Sequence[int], terms: Sequence[str]) -> str:
-    return f", in the term {terms[at[0]]}" if at and len(at) < len(terms) else ""
+    return f"in the term {terms[at[0]]}, " if at and len(at) < len(terms) else ""
 
 
 def _unnamed(seen: Sequence[Sighting], where: str) -> Diagnosis:

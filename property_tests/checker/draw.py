@@ -149,7 +149,7 @@ def _settings(max_examples: int) -> settings:
         max_examples=max_examples,
         database=None,
         deadline=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],
         phases=(Phase.generate, Phase.shrink),
     )
 

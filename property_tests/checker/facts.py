@@ -105,7 +105,7 @@ def read(problem: Problem, batch: Any) -> Reading:
         found[key], named[name] = _sums(problem, changed)
         kinds[key] = name
     by_row = _rows(problem, batch)
-    if by_row and torch.allclose(sum(nums for _, nums in by_row), nums, equal_nan=True):
+    if by_row and _add_up([row for _, row in by_row], nums):
         found[CLAMPED] = torch.stack([den.clamp(min=1) for den, _ in by_row]).sum(0)
         named["row means"] = torch.stack([_ratio(nums, den) for den, nums in by_row]).sum(0)
     else:
@@ -152,6 +152,10 @@ def _rows(problem: Problem, batch: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 _MAX_ROWS = 16
+
+
+def _add_up(rows: Sequence[Tensor], nums: Tensor) -> bool:
+    return torch.allclose(torch.stack(list(rows)).sum(0), nums, equal_nan=True)
 
 
 def _ratio(nums: Tensor, den: Tensor) -> Tensor:

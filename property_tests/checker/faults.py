@@ -56,8 +56,8 @@ def apply(recipe: Recipe, fault: Fault, terms: Sequence[int]) -> Recipe | None:
 
 
 def _changed(recipe: Any, change: dict[str, Any]) -> Any:
-    """``recipe`` with ``change``; None where a field has been changed already."""
-    right = type(recipe)(()) if isinstance(recipe, Recipe) else TermRecipe()
+    """A recipe (of a term) with ``change``; None where a field has been changed already."""
+    right = Recipe(()) if isinstance(recipe, Recipe) else TermRecipe()
     fields = dict(change)
     if factor := fields.pop("factor", None):
         powers = dict(recipe.factor)
@@ -268,7 +268,7 @@ def _factors(facts: Facts) -> Iterator[Fault]:
     if len(facts.terms) > 1:
         yield Fault(
             "term left out",
-            "the value is without the term",
+            "it is left out",
             "Add every term that is optimised, each with its weight.",
             {"heard": "none"},
         )

@@ -193,11 +193,9 @@ def _clipped(grads: Tensor, max_norm: float, *, norm_factor: float = 1.0) -> Ten
 
 
 def _clip_size(recipe: Recipe, facts: Facts) -> float:
-    if isinstance(recipe.clip_size, float):
-        return recipe.clip_size
-    if recipe.clip_size == "":
-        return 1.0
-    return float(_size(recipe.clip_size, 0, facts).max())
+    if isinstance(recipe.clip_size, str):
+        return float(_size(recipe.clip_size, 0, facts).max()) if recipe.clip_size else 1.0
+    return recipe.clip_size
 
 
 def _coefficients(term: TermRecipe, index: int, facts: Facts) -> Tensor:

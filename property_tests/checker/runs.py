@@ -12,7 +12,7 @@ from .compare import Observation, close
 from .example import as_example
 from .report import Diagnosis, Verdict
 from .run import StepFailed
-from .search import Search
+from .smallest import Search
 from .world import World
 
 __all__ = ["all_runs", "first_runs"]
@@ -49,7 +49,9 @@ def all_runs(search: Search, tried: Sequence[World]) -> tuple[Verdict, list[Obse
         except StepFailed as failure:
             failures.append((world, failure))
     if failures:
-        return _smallest_failure(search, *failures[0], f"{len(failures)} of {len(tried)}"), seen
+        world, failure = failures[0]
+        count = f"{len(failures)} of {len(tried)}"
+        return _smallest_failure(search, world, failure, count), seen
     return Verdict("runs", "holds", f"on each of {len(seen)} windows"), seen
 
 

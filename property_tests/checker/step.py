@@ -22,7 +22,8 @@ from .reference import reference_of
 from .report import Report
 from .run import Deadline, Progress, Runner
 from .runs import all_runs, first_runs
-from .search import Search, compared, counts_something
+from .smallest import Search, counts_something
+from .verdicts import compared
 from .world import Step, World
 
 __all__ = ["check_step", "report_step"]
@@ -167,9 +168,10 @@ def _meshes(
     mesh: Mapping[str, int] | SearchStrategy[dict[str, int]] | None,
 ) -> tuple[SearchStrategy[dict[str, int]], int]:
     """What draws the mesh, and the fewest ranks of a mesh that has ``dp`` alone."""
+    if isinstance(mesh, SearchStrategy):
+        return mesh, 1
     if mesh is not None:
-        fixed = mesh if isinstance(mesh, SearchStrategy) else st.just(dict(mesh))
-        return fixed, 1 if isinstance(mesh, SearchStrategy) else math.prod(mesh.values())
+        return st.just(dict(mesh)), math.prod(mesh.values())
     ranks = getattr(step, "ranks", (1, 3)) if ranks is None else ranks
     low, high = (ranks, ranks) if isinstance(ranks, int) else ranks
     return st.integers(low, high).map(lambda size: {"dp": size}), low
