@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._processes import ReplicasDiffer as ReplicasDiffer
     from ._reading import Window as Window
     from .accelerate import from_accelerate as from_accelerate
+    from .command import from_command as from_command
     from .lightning import from_lightning as from_lightning
     from .loop import from_loop as from_loop
     from .ranks import ddp as ddp
@@ -30,6 +31,7 @@ _HOMES = {
     "Window": "_reading",
     "ddp": "ranks",
     "from_accelerate": "accelerate",
+    "from_command": "command",
     "from_lightning": "lightning",
     "from_loop": "loop",
     "from_trainer": "transformers",
