@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .plugin import given_options
+from . import plugin
 
 __all__ = ["check_loss", "check_step", "pytest_runtest_makereport"]
 
@@ -31,7 +31,7 @@ def check_step(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 def _with_options(check: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[..., Any]:
-    given = given_options(request.config)
+    given = plugin.given_options(request.config)
     return lambda *args, **options: check(*args, **options | given)
 
 
@@ -39,8 +39,13 @@ def _with_options(check: Callable[..., Any], request: pytest.FixtureRequest) -> 
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the report of a failed check in place of a traceback through the checker."""
+    """Show the report of a failed check in place of a traceback through the checker.
+
+    A law that is skipped is so at the test, not in here.
+    """
     report = yield
+    if isinstance(report.longrepr, tuple) and report.longrepr[0] == plugin.__file__:
+        report.longrepr = (*_place_of(item), report.longrepr[2])
     # A check that failed has imported this; other sessions need not.
     checker = sys.modules.get(f"{__package__}.checker.report")
     if (
@@ -62,9 +67,14 @@ def pytest_runtest_makereport(
 
 def _place(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> tuple[str, int]:
     """File and line of the last frame in the test's file, or of the test."""
-    path, line, _ = item.location
+    path, line = _place_of(item)
     own = [entry for entry in excinfo.traceback if str(entry.path) == str(item.path)]
-    return (path, own[-1].lineno + 1) if own else (path, (line or 0) + 1)
+    return (path, own[-1].lineno + 1) if own else (path, line)
+
+
+def _place_of(item: pytest.Item) -> tuple[str, int]:
+    path, line, _ = item.location
+    return path, (line or 0) + 1
 
 
 class _Headline:

@@ -6,7 +6,7 @@ The exit status is 0 if all laws hold, 1 if one is broken, and 2 if the check co
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any, Literal
 
@@ -96,19 +96,20 @@ def check(
     with _errors("numden check"), _quiet(in_json):
         if not batch:
             raise TargetError("needs a batch. Write --batch my_loss.py:batch.")
-        report = _watched(
-            report_loss,
-            load_function(loss, "the loss function"),
-            params and load_value(params, "--params"),
-            _batches(batch),
+        loss_fn = load_function(loss, "the loss function")
+        of_loss = (params and load_value(params, "--params"), _batches(batch))
+        options = _given(
             pad_row=pad_row and load_function(pad_row, "--pad-row"),
             pad_columns=pad_columns and load_function(pad_columns, "--pad-columns"),
             empty=empty and load_value(empty, "--empty"),
-            seed=seed,
-            rtol=rtol,
             exact=exact,
-            **_given(max_examples=examples, budget_s=budget),
+            rtol=rtol,
+            max_examples=examples,
+            seed=seed,
+            budget_s=budget,
         )
+        with _clock("trying the laws"):
+            report = report_loss(loss_fn, *of_loss, **options)
     _show(report._replace(subject=loss), in_json)
 
 
@@ -169,27 +170,28 @@ def check_step(
         given = [value for value in (loss, params, batch) if value]
         if len(given) in (1, 2):
             raise TargetError("needs all of --loss, --params and --batch, or none of them.")
-        report = _watched(
-            report_step,
-            load_function(step, "the step"),
+        fun = load_function(step, "the step")
+        of_loss: tuple[Any, Any, Any] = (
             loss and load_function(loss, "--loss"),
             params and load_value(params, "--params"),
-            _batches(batch) if batch else None,
+            batch and _batches(batch),
+        )
+        options = _given(
+            objective=objective and load_function(objective, "--objective"),
             ranks=ranks and _range(ranks),
+            max_micro_steps=micro_steps,
             uneven=uneven,
             returns=returns,
+            lr=lr,
             max_norm=max_norm,
-            seed=seed,
             rtol=rtol,
-            **_given(
-                objective=objective and load_function(objective, "--objective"),
-                max_micro_steps=micro_steps,
-                lr=lr,
-                max_examples=examples,
-                timeout_s=timeout,
-                budget_s=budget,
-            ),
+            max_examples=examples,
+            seed=seed,
+            timeout_s=timeout,
+            budget_s=budget,
         )
+        with _clock("trying the step") as say:
+            report = report_step(fun, *of_loss, **options, progress=say)
     _show(report._replace(subject=step), in_json)
 
 
@@ -251,8 +253,9 @@ def _quiet(in_json: bool) -> Iterator[None]:
         yield
 
 
-def _watched(run: Any, *args: Any, **options: Any) -> Report:
-    """``run``, with a clock on stderr if that is a terminal."""
+@contextmanager
+def _clock(title: str) -> Iterator[Callable[[str], None]]:
+    """A clock on stderr, if that is a terminal; yields what changes its title."""
     console = Console(stderr=True)
     # The step may start processes that write to stderr themselves: leave that alone.
     with Progress(
@@ -265,8 +268,8 @@ def _watched(run: Any, *args: Any, **options: Any) -> Report:
         redirect_stderr=False,
         disable=not console.is_terminal,
     ) as progress:
-        task = progress.add_task("trying the laws", total=None)
-        return run(*args, **options, progress=lambda said: progress.update(task, description=said))
+        task = progress.add_task(title, total=None)
+        yield lambda said: progress.update(task, description=said)
 
 
 def _show(report: Report, in_json: bool) -> None:

@@ -23,7 +23,8 @@ def law_tests(
     """Turn a loss function into tests, one for each law: ``test_loss[additivity]`` and so on.
 
     A law that does not apply, or that needs an option which is not given, is skipped with the
-    reason. pytest collects the tests by the function's name, which so begins with ``test``.
+    reason. pytest collects the tests by the name that they are given, so let it begin with
+    ``test``. The loss function itself is the attribute ``loss_fn``.
 
     Args:
         params: a pytree of tensors or an ``nn.Module``, or a function without arguments that makes
@@ -56,7 +57,8 @@ def law_tests(
 
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(test, name, getattr(loss_fn, name, None))
-        vars(test)["place_as"] = loss_fn  # where pytest says that the test is
+        # ``place_as`` is where pytest says that the test is.
+        vars(test).update(loss_fn=loss_fn, place_as=loss_fn)
         return test
 
     return as_tests

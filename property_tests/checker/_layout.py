@@ -69,7 +69,8 @@ def headline(report: Report) -> str:
 
 def summary(report: Report) -> str:
     """How it was found: examples, time, seed."""
-    return f"{report.examples} examples in {report.seconds:.1f} s, seed {report.seed}"
+    examples = "1 example" if report.examples == 1 else f"{report.examples} examples"
+    return f"{examples} in {report.seconds:.1f} s, seed {report.seed}"
 
 
 def details(report: Report) -> tuple[Verdict, ...]:
