@@ -86,7 +86,7 @@ CASES = (
          ("mean of micro-step means", LAST), options={"ranks": 1}),
     Case("B36", "the log shows one rank", "NVIDIA/Megatron-LM#3199",
          TOKENS, logging(of_own_window, first_rank), averaged,
-         ranks([[0.2]], [[0.6]]), "loss", 0.4, 0.2, "loss of rank 0 only"),
+         ranks([[0.2]], [[0.6]]), "loss", 0.4, 0.2, "rank 0 only"),
     Case("B58", "the balance is divided for backward only", "InternLM/xtuner#1101",
          BALANCE, trainer(with_balance, logged=balance_summed), trainer(with_balance),
          balanced([0.02] * 4), "loss", 0.02, 0.08,

@@ -134,7 +134,7 @@ CASES = (
          ranks([[4.0]], [[8.0]], [[12.0]], [[16.0]]), "grads", 10.0, 2.5, AGAIN, leaf="root"),
     Case("B46", "forward inside no_sync, backward outside", "pytorch DDP.no_sync",
          TOKENS, without_log(trainer(of_window_for_avg, reduce=first_rank)), without_log(averaged),
-         ranks([[1.0]], [[2.0]]), "grads", 1.5, 1.0, "gradient of rank 0 only"),
+         ranks([[1.0]], [[2.0]]), "grads", 1.5, 1.0, "rank 0 only"),
     Case("B49", "a gather without gradient, then an average", "pytorch/pytorch#58005",
          TOKENS, trainer(gathered), summed,
          ranks([[4.0]], [[4.0]]), "grads", 4.0, 2.0, AGAIN),
