@@ -51,7 +51,9 @@ def table(found: list[Judgement]) -> str:
     """The table, as Markdown."""
     lines = [
         "# Known bugs, and what the checker says of them",
-        "Made by `python examples/known_bugs/table.py`.",
+        "Made by `python examples/known_bugs/table.py`. Expected and got are what the steps "
+        "give on the windows of the report; the last column says on how many drawn windows the "
+        "diagnosis was compared.",
         totals(found),
         "\n".join([HEAD, *map(line, found)]),
         "Left out:",
@@ -88,11 +90,16 @@ def line(found: Judgement) -> str:
         f"{value(case, case.right):.6g}",
         f"{value(case, case.wrong):.6g}",
         "yes" if found.flagged else "**no**",
-        " + ".join(found.faults) or "no formula matches",
+        _diagnosis(found),
         _kind(case, found),
         str(found.windows),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _diagnosis(found: Judgement) -> str:
+    names = [" + ".join(faults) for faults in (found.faults, *found.alternatives)]
+    return ", or ".join(names) or "no formula matches"
 
 
 def _kind(case: Case, found: Judgement) -> str:

@@ -9,7 +9,10 @@ from known_bugs.judge import judged, value
 from numden.property_tests.checker.reference import reference_of
 
 UNCLIPPED = [case for case in CASES if "max_norm" not in case.options]
-FEW = CASES[::6]  # in the fast suite; the others take minutes
+# In the fast suite: one of each theme, of one term and few ranks. All of them take minutes.
+FEW = [
+    case for case in CASES if case.id in {"B01", "B02", "B05", "B27", "B36", "B42", "B47", "B55"}
+]
 
 
 def ids(cases):
