@@ -1,5 +1,6 @@
 """The laws of a loss function, tried on drawn batches, with a verdict for each."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -230,6 +231,7 @@ class _Check(NamedTuple):
             found, more = self._samples(draws)
             if found.error is None:
                 subject, samples = subject._replace(batches=draws), [*samples, *more]
+        subject = subject._replace(rtol=_tolerance(subject, samples[0]))
         result = call(self.fn, subject.params, copied(samples[0]))
         if not _is_terms(result) or isinstance(self.fn, nn.Module):
             code = "as_loss_fn(loss_fn)"
@@ -244,6 +246,23 @@ class _Check(NamedTuple):
         loss_fn = as_loss_fn(self.fn, mean.den_fn)
         code = f"as_loss_fn(loss_fn, lambda batch: {mean.codes[0]})".replace("len(", "num_rows(")
         return subject._replace(loss_fn=guarded(loss_fn), direct=loss_fn, loss_code=code), mean
+
+
+def _tolerance(subject: Subject, batch: Any) -> float | None:
+    """The one given; else, where sums are taken in less precision than the params have, theirs.
+
+    A loss in float32 of float64 params has gradients that are float64 by dtype alone.
+    """
+    values = evaluate(subject.loss_fn, subject.params, batch)
+    epsilons = {
+        name: torch.finfo(value.dtype).eps
+        for name, value in values.items()
+        if value.is_floating_point() and not value.is_complex()
+    }
+    of_nums = [eps for name, eps in epsilons.items() if name.startswith("num")]
+    if subject.rtol is not None or subject.exact or not of_nums:
+        return subject.rtol
+    return math.sqrt(max(of_nums)) if max(of_nums) > min(epsilons.values()) else None
 
 
 def _is_terms(result: Any) -> bool:

@@ -282,20 +282,18 @@ def _excuse_of_context(batch: Any, option: str) -> Callable[[LawViolation], str]
 def _emptiness(subject: Subject, samples: list[Any]) -> list[Trial | Skip]:
     found: list[Trial | Skip] = []
     if subject.empty is not None:
-        given = st.just(subject.empty).map(lambda batch: (batch,))
+        given = st.just((subject.empty,))
         found.append(Trial("emptiness", given, what="the given batch", raises="broken"))
-    if has_rows(samples[0]):
-        rows = subject.batches.filter(has_rows).map(lambda batch: (take_rows(batch, []),))
-        found.append(Trial("emptiness", rows, what="no rows", raises="broken", share=0.2))
+    if subject.reached:
+        masked = subject.batches.filter(lambda b: not is_hollow(b)).map(lambda b: (_all_masked(b),))
+        trial = Trial("emptiness", masked, what="all masked", raises="broken")
+        found.append(trial._replace(keeps=subject.reached))
     else:
-        found.append(NO_ROWS._replace(what="no rows"))
-    if not subject.reached:
         found.append(Skip(_no_masks(samples[0], "give empty"), "all masked"))
-        return found
-    masked = subject.batches.filter(lambda b: not is_hollow(b)).map(lambda b: (_all_masked(b),))
-    keeps = subject.reached
-    trial = Trial("emptiness", masked, what="all masked", raises="broken", keeps=keeps)
-    return [*found, trial]
+    if not has_rows(samples[0]):
+        return [*found, NO_ROWS._replace(what="no rows")]
+    rows = subject.batches.filter(has_rows).map(lambda batch: (take_rows(batch, []),))
+    return [*found, Trial("emptiness", rows, what="no rows", raises="broken", share=0.2)]
 
 
 def _all_masked(batch: Any) -> Any:

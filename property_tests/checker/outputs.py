@@ -56,7 +56,9 @@ def as_loss_fn(fn: Any, den_fn: DenFn | None = None) -> LossFn:
         output = read_output(call(fn, params, batch))
         if output.kind == "scalar" and den_fn is not None:
             den = den_fn(batch)
-            return LossTerms(output.terms.num * den, den)
+            mean = output.terms.num
+            # In the dtype of the mean, which says how exact the product is.
+            return LossTerms(mean * torch.as_tensor(den).to(mean), den)
         return (output.terms, output.metrics) if output.metrics else output.terms
 
     return loss_fn
