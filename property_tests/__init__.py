@@ -1,7 +1,9 @@
 """The laws of losses that are ratios of sums, for your own test suite.
 
-``laws`` are assertions on a loss function or on the gradient of a window; ``strategies`` are
-Hypothesis strategies for what to try them on (the one part that needs hypothesis);
+``check_loss`` tries a loss function, ``check_step`` a whole trainer, and both say what is wrong on
+the smallest example; ``diagnose`` names the wrong formula behind numbers from anywhere; ``adapters``
+make steps of other people's trainers. ``laws`` are assertions on a loss function or on the gradient
+of a window, for your own tests; ``strategies`` are Hypothesis strategies for what to try them on;
 ``count_collectives`` and ``count_host_syncs`` count what a micro-step must not do.
 
 Examples:
@@ -23,23 +25,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import adapters as adapters
     from . import laws as laws
     from . import strategies as strategies
+    from .checker.diagnosis import diagnose as diagnose
+    from .checker.loss import check_loss as check_loss
+    from .checker.loss import report_loss as report_loss
+    from .checker.report import CheckFailed as CheckFailed
+    from .checker.report import Diagnosis as Diagnosis
+    from .checker.report import Report as Report
+    from .checker.report import Verdict as Verdict
+    from .checker.step import check_step as check_step
+    from .checker.step import report_step as report_step
+    from .checker.world import StepResult as StepResult
+    from .checker.world import World as World
     from .counters import count_collectives as count_collectives
     from .counters import count_host_syncs as count_host_syncs
     from .ranks import over_ranks as over_ranks
     from .violation import LawViolation as LawViolation
 
-# Loaded when first named: strategies need hypothesis, and pytest imports this file, as the folder
-# above the suite, before it knows a package numden.
+# Loaded when first named: strategies and the checker need hypothesis, and pytest imports this file,
+# as the folder above the suite, before it knows a package numden.
 _HOMES = {
+    "CheckFailed": "checker.report",
+    "Diagnosis": "checker.report",
     "LawViolation": "violation",
+    "Report": "checker.report",
+    "StepResult": "checker.world",
+    "Verdict": "checker.report",
+    "World": "checker.world",
+    "check_loss": "checker.loss",
+    "check_step": "checker.step",
     "count_collectives": "counters",
     "count_host_syncs": "counters",
+    "diagnose": "checker.diagnosis",
     "over_ranks": "ranks",
+    "report_loss": "checker.loss",
+    "report_step": "checker.step",
 }
 
-__all__ = ["laws", "strategies", *_HOMES]
+__all__ = ["adapters", "laws", "strategies", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

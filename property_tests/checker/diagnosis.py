@@ -106,18 +106,45 @@ def diagnosed(
         shown: all runs that show the quantity.
         name: the quantity.
     """
-    others = shown[:: max(1, len(shown) // _NUM_SIGHTINGS)]
-    leaves = smallest.quantities[name].leaves
-    bad = {
+    wrong = {
         leaf.name: leaf for each in shown for leaf in wrong_leaves(each.quantities[name], lab.rtol)
     }
-    attempts = [[leaves], [tuple(bad.values())], [(leaf,) for leaf in bad.values()][:_MAX_LEAVES]]
-    best: tuple[Diagnosis, ...] = ()
-    for groups in attempts if len(leaves) > 1 else attempts[:1]:
-        best = tuple(_diagnosis(lab, [smallest, *others], name, group) for group in groups)
-        if all(each.faults for each in best):
-            break
-    return best
+    leaves = smallest.quantities[name].leaves
+    attempts = [[leaves]]
+    if len(leaves) > 1:
+        alone = [(leaf,) for leaf in wrong.values()]
+        attempts += [[tuple(wrong.values())], alone[:_MAX_LEAVES]]
+    first: tuple[Diagnosis, ...] = ()
+    for groups in attempts:
+        found = tuple(
+            _diagnosis(lab, _runs(lab, smallest, shown, name, group), name, group)
+            for group in groups
+        )
+        if any(each.faults for each in found):
+            return found
+        first = first or found
+    return first
+
+
+def _runs(
+    lab: Laboratory,
+    smallest: Observation,
+    shown: Sequence[Observation],
+    name: str,
+    leaves: Sequence[Leaf],
+) -> list[Observation]:
+    """The runs to explain: a small one that is wrong in these leaves, more of them, some others."""
+
+    def is_wrong(run: Observation) -> bool:
+        return any(leaf in leaves for leaf in wrong_leaves(run.quantities[name], lab.rtol))
+
+    wrong = [run for run in shown if is_wrong(run)]
+    first = smallest if is_wrong(smallest) or not wrong else wrong[0]
+    return [first, *_spread(wrong, _NUM_SIGHTINGS // 2), *_spread(shown, _NUM_SIGHTINGS // 2)]
+
+
+def _spread(runs: Sequence[Observation], num: int) -> Sequence[Observation]:
+    return runs[:: max(1, -(-len(runs) // num))]
 
 
 def _diagnosis(

@@ -144,12 +144,15 @@ def first_that(
         return met[-1] if met else None
 
 
+_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+
 def _settings(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
         database=None,
         deadline=None,
-        suppress_health_check=[*HealthCheck],
+        suppress_health_check=_SLOW_IS_FINE,
         phases=(Phase.generate, Phase.shrink),
     )
 

@@ -163,20 +163,27 @@ def _ratio(nums: Tensor, den: Tensor) -> Tensor:
 
 
 def _unmasked(batch: Any) -> Any:
-    """``batch`` with everything counted: all bool fields true."""
-    return tree.map(lambda leaf: torch.ones_like(leaf) if _is(leaf, torch.bool) else leaf, batch)
+    """``batch`` with everything counted: bool fields, and those that are called a mask."""
+    return _with_ones(batch, lambda name, leaf: leaf.dtype == torch.bool or "mask" in name)
 
 
 def _unweighted(batch: Any) -> Any:
-    """``batch`` with weights of one: each float field that is called a weight."""
+    """``batch`` with weights of one."""
+    return _with_ones(batch, lambda name, leaf: leaf.is_floating_point() and "weight" in name)
+
+
+def _with_ones(batch: Any, is_chosen: Callable[[str, Tensor], bool]) -> Any:
     leaves, structure = tree.flatten(batch)
     named = zip(tree.names(batch), leaves, strict=True)
-    ones = [torch.ones_like(leaf) if "weight" in name.lower() else leaf for name, leaf in named]
-    return tree.unflatten(structure, ones)
-
-
-def _is(leaf: Any, dtype: torch.dtype) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == dtype
+    return tree.unflatten(
+        structure,
+        [
+            torch.ones_like(leaf)
+            if isinstance(leaf, Tensor) and is_chosen(name.lower(), leaf)
+            else leaf
+            for name, leaf in named
+        ],
+    )
 
 
 def _expand(den: Any, size: int) -> Tensor:

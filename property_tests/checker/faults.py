@@ -52,14 +52,25 @@ def apply(recipe: Recipe, fault: Fault, terms: Sequence[int]) -> Recipe | None:
         if term is None:
             return None
         changed[index] = term
+    if any(term.over == "nothing" and _has_a_count(term) for term in changed):
+        return None
     return replace(recipe, terms=tuple(changed))
+
+
+def _has_a_count(term: TermRecipe) -> bool:
+    """Whether something is said of a count; where nothing is divided, it would mean nothing."""
+    return replace(TermRecipe(), **{f: getattr(term, f) for f in _OF_COUNT}) != TermRecipe()
+
+
+_OF_COUNT = ("count", "term", "ranks", "rounding")
 
 
 def _changed(recipe: Any, change: dict[str, Any]) -> Any:
     """A recipe (of a term) with ``change``; None where a field has been changed already."""
     right = Recipe(()) if isinstance(recipe, Recipe) else TermRecipe()
     fields = dict(change)
-    if factor := fields.pop("factor", None):
+    factor = fields.pop("factor", {})
+    if isinstance(recipe, TermRecipe) and factor:
         powers = dict(recipe.factor)
         for size, power in factor.items():
             powers[size] = powers.get(size, 0) + power
@@ -161,7 +172,7 @@ def _parts(facts: Facts) -> Iterator[Fault]:
             f"each micro-step is divided by its count, and the quotients are averaged with the "
             f"weights {code}",
             _DIVIDE_ONCE,
-            {"over": "micro-step", "weigh": code},
+            {"over": "micro-step", "ranks": "own", "weigh": code},
             cost=3,
         )
 
@@ -259,6 +270,13 @@ def _factors(facts: Facts) -> Iterator[Fault]:
         cost=3,
     )
     yield Fault(
+        "divided by the padded length",
+        "a mean over the columns of the batch, padding included, is divided by a count once more",
+        _DIVIDE_ONCE,
+        {"factor": {"columns": -1}},
+        cost=3,
+    )
+    yield Fault(
         "divided by the number of rows",
         "what each micro-step adds is divided by its number of rows",
         _DIVIDE_ONCE,
@@ -306,19 +324,20 @@ def _reductions(facts: Facts) -> Iterator[Fault]:
     """Addends that do not arrive."""
     sum_all = "Reduce once, after the last micro-step was added."
     if facts.sizes["ranks"] > 1:
-        for ranks in ("own", "all"):
+        for change in ({"ranks": "own"}, {}, {"factor": {"ranks": 1}}):
             yield Fault(
                 "rank 0 only",
                 "only what rank 0 has arrives; nothing is summed over ranks",
                 "Sum over the data ranks before the value is used or shown.",
-                {"heard": "first", "ranks": ranks},
+                {"heard": "first", **change},
             )
-        yield Fault(
-            "last micro-step not reduced",
-            "the last micro-step is added after the ranks have summed, and stays local",
-            sum_all,
-            {"adds": "unreduced last"},
-        )
+        for adds in ("unreduced last", "unreduced last, not averaged"):
+            yield Fault(
+                "last micro-step not reduced",
+                "the last micro-step is added after the ranks have summed, and stays local",
+                sum_all,
+                {"adds": adds},
+            )
     yield Fault(
         "last micro-step only",
         "only the last micro-step arrives, divided by the count of the window",
@@ -331,13 +350,13 @@ def _reductions(facts: Facts) -> Iterator[Fault]:
         "Add the micro-steps up; do not assign.",
         {"adds": "last", "over": "micro-step"},
     )
-    for lost in (1, 2, 3):
+    for lost in ("half", "1", "2", "3"):
         yield Fault(
             "first micro-steps lost",
             f"the first {lost} of the micro-steps do not arrive",
             "Keep the accumulated gradient with the micro-step counter, also across a resume.",
             {"adds": f"but first {lost}"},
-            cost=2 + lost,
+            cost=3,
         )
     yield Fault(
         "partial window dropped",
@@ -433,5 +452,12 @@ def _updating() -> Iterator[Fault]:
         "the optimizer (weight decay, clipping) runs after each micro-step",
         "Step once per window.",
         {"update": "each micro-step"},
+        whole=True,
+    )
+    yield Fault(
+        "params without a gradient left out",
+        "what has no gradient in a window is not updated: no weight decay, no optimizer state",
+        "Give each param a gradient, of zeros where nothing reached it.",
+        {"update": "where there is a gradient"},
         whole=True,
     )

@@ -173,9 +173,10 @@ def _token_batches(draw: DrawFn, *, per_row: str = "", extra_head: bool = False)
 
 
 def _matrix(draw: DrawFn, rows: int, columns: int) -> Tensor:
-    """Multiples of 1/8 from 1/8 to 8, ``[rows, columns]``."""
-    eighths = draw(_integers(rows * columns, 1, 64))
-    return torch.tensor(eighths, dtype=torch.float64).reshape(rows, columns) / 8
+    """Exact in binary, ``[rows, columns]``: from 1/8 to 8, or up to 1/8 so as not to be clipped."""
+    numerators = draw(_integers(rows * columns, 1, 64))
+    values = torch.tensor(numerators, dtype=torch.float64).reshape(rows, columns)
+    return values / draw(st.sampled_from([8, 512]))
 
 
 @cache

@@ -29,14 +29,15 @@ class TermRecipe:
         ranks: whose counts: ``"all"`` or ``"own"``.
         weigh: the count by which the quotients are averaged; not at all if empty.
         adds: which micro-steps arrive: ``"all"``, ``"last"``, ``"but first n"``,
-            ``"whole windows"``, ``"unreduced last"`` (that of the first rank alone).
+            ``"but first half"``, ``"whole windows"``, ``"unreduced last"`` (that of the first rank
+            alone), ``"unreduced last, not averaged"`` (while the others were, over ranks).
         heard: which ranks are: ``"all"``, ``"first"`` or ``"none"``.
         nan: where a count of zero gives NaN: in a ``"micro-step"``, on a ``"rank"``, or nowhere.
         rounding: the dtype that holds the count.
         decay: a size by which all that is accumulated is divided at each further micro-step.
         factor: sizes and their powers; sizes are ``"micro-steps"`` of the rank, ``"accumulation"``,
-            ``"ranks"``, a mesh axis, ``"processes"``, ``"rows"`` of the micro-batch, ``"two"``,
-            ``"total of <term>"``, ``"weight of <term>"``.
+            ``"ranks"``, a mesh axis, ``"processes"``, ``"rows"`` and ``"columns"`` of the
+            micro-batch, ``"total of <term>"``, ``"weight of <term>"``, ``"two"``.
     """
 
     nums: str = ""
@@ -64,7 +65,7 @@ class Recipe:
             ``"early"`` (before a division by ``clip_size``), ``"replicas"`` (the norm counts them).
         clip_size: the size that belongs to it, or a number.
         accumulate: the dtype of the sum over micro-steps; that of the gradient if empty.
-        update: ``"once"``, or ``"each micro-step"``.
+        update: ``"once"``, ``"each micro-step"``, or ``"where there is a gradient"``.
     """
 
     terms: tuple[TermRecipe, ...]
@@ -128,7 +129,9 @@ def evaluator(facts: Facts, finish: Finish = Finish()) -> Callable[[Recipe], Ten
         return totals[index, term]
 
     def value(recipe: Recipe) -> Tensor:
-        plain = not (recipe.accumulate or recipe.clip in _PIECEWISE or recipe.update != "once")
+        plain = not (
+            recipe.accumulate or recipe.clip in _PIECEWISE or recipe.update == "each micro-step"
+        )
         if plain:
             total = torch.stack([total_of(i, term) for i, term in enumerate(recipe.terms)]).sum(0)
             return _finished(total, recipe, facts, finish)
@@ -150,7 +153,10 @@ def _finished(total: Tensor, recipe: Recipe, facts: Facts, finish: Finish) -> Te
             grads = _clipped(grads, finish.max_norm, norm_factor=size**0.5)
         else:
             grads = _clipped(grads * size, finish.max_norm) / size
-    return torch.cat([loss, _updated(grads, finish)])
+    change = _updated(grads, finish)
+    if recipe.update == "where there is a gradient":
+        change = torch.where(grads == 0, 0.0, change)
+    return torch.cat([loss, change])
 
 
 def _piecewise(parts: Tensor, recipe: Recipe, facts: Facts, finish: Finish) -> Tensor:
@@ -243,19 +249,32 @@ def _size(name: str, index: int, facts: Facts) -> Tensor:
         return facts.counts["len(batch)"][index].clamp(min=1)
     if name.startswith("total of "):
         return facts.counts[DEN][facts.terms.index(name.removeprefix("total of "))].sum()
+    if name == "columns":
+        return _columns(facts)
     if name.startswith("weight of "):
         return facts.weights[facts.terms.index(name.removeprefix("weight of "))]
     return torch.tensor(2.0 if name == "two" else facts.sizes[name], dtype=torch.float64)
+
+
+def _columns(facts: Facts) -> Tensor:
+    """The padded length of each micro-batch, ``[R, M]``; 1 where a batch has no columns."""
+    positions = [code for code, kind in facts.kinds.items() if kind == "positions"]
+    rows = facts.counts["len(batch)"][0].clamp(min=1)
+    return (facts.counts[positions[0]][0] / rows).clamp(min=1) if positions else rows / rows
 
 
 def _arrives(adds: str, facts: Facts) -> Tensor:
     place = torch.arange(facts.present.shape[1])
     if adds == "last":
         return _last(facts)
-    if adds == "unreduced last":
-        return _first_rank(facts) | ~_last(facts)
+    if adds.startswith("unreduced last"):
+        own = _first_rank(facts) & _last(facts)
+        size = facts.sizes["ranks"] if adds.endswith("not averaged") else 1
+        return own * size + ~_last(facts)
     if adds == "whole windows":
         return facts.present.sum(1, keepdim=True) == facts.sizes["accumulation"]
+    if adds == "but first half":
+        return place >= facts.present.sum(1, keepdim=True) // 2
     if adds.startswith("but first "):
         return place >= int(adds.removeprefix("but first "))
     return torch.ones_like(facts.present)

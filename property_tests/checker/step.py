@@ -145,7 +145,7 @@ def report_step(
         len(seen),
         time.monotonic() - start,
         seed,
-        _notes(tried, seen),
+        _notes(tried, seen, max_norm),
     )
 
 
@@ -172,8 +172,8 @@ def _meshes(
         return mesh, 1
     if mesh is not None:
         return st.just(dict(mesh)), math.prod(mesh.values())
-    ranks = getattr(step, "ranks", (1, 3)) if ranks is None else ranks
-    low, high = (ranks, ranks) if isinstance(ranks, int) else ranks
+    bounds: int | tuple[int, int] = getattr(step, "ranks", (1, 3)) if ranks is None else ranks
+    low, high = (bounds, bounds) if isinstance(bounds, int) else bounds
     return st.integers(low, high).map(lambda size: {"dp": size}), low
 
 
@@ -213,7 +213,20 @@ def _is_rounded(count: int) -> bool:
     return int(torch.tensor(count).bfloat16()) != count
 
 
-def _notes(tried: Sequence[World], seen: Sequence[Observation]) -> tuple[str, ...]:
+def _notes(
+    tried: Sequence[World], seen: Sequence[Observation], max_norm: float | None
+) -> tuple[str, ...]:
+    notes = []
     if seen and len(seen) < len(tried):
-        return (f"The time was up after {len(seen)} of {len(tried)} windows; raise budget_s.",)
-    return ()
+        notes.append(f"The time was up after {len(seen)} of {len(tried)} windows; raise budget_s.")
+    if max_norm is not None and seen and all(_norm(each) > max_norm for each in seen):
+        notes.append(
+            f"The gradient was clipped to {max_norm:g} on every window, which hides its scale; try "
+            "a larger max_norm too."
+        )
+    return tuple(notes)
+
+
+def _norm(seen: Observation) -> float:
+    grads = [grad.double().reshape(-1) for grad in seen.reference.grads.values()]
+    return float(torch.linalg.vector_norm(torch.cat(grads))) if grads else 0.0

@@ -16,6 +16,7 @@ from .world import World
 
 __all__ = ["compared"]
 
+_IMPORTS = "import torch\nfrom numden.property_tests import World"
 _UPDATES = {"gradient", "update"}
 
 
@@ -85,4 +86,4 @@ def _code(world: World) -> str:
     if list(world.mesh) != ["dp"]:
         options.insert(0, f"mesh={world.mesh}")
     windows = as_code([list(window) for window in world])
-    return f"world = World({windows}, {', '.join(options)})\nstep(params, world)"
+    return f"{_IMPORTS}\n\nworld = World({windows}, {', '.join(options)})\nstep(params, world)"
