@@ -92,7 +92,9 @@ def _used_and_grads(params: Params, world: World) -> list[tuple[set[str], Params
 
 
 def _reached(window: Sequence[dict[str, Tensor]]) -> set[str]:
-    return {ROUTED[int(e)] for batch in window for e in batch["expert"]}
+    """The experts that scored tokens are sent to."""
+    sent = [batch["expert"][batch["mask"].any(1)] for batch in window]
+    return {ROUTED[int(expert)] for rows in sent for expert in rows}
 
 
 def _leaves(tree: Params, params: Params) -> Params:
@@ -169,7 +171,7 @@ CASES = (
          window([0.5]), "grads", 0.5, 1 / 1024, "clipped before normalisation", options=CLIPS),
     Case("B62", "experts without tokens are not decayed", "NVIDIA-NeMo/Automodel#2995",
          EXPERTS, unused_left_out, updating(expert_grads, ADAMW),
-         experts([("b", 1.0)]), "params", 0.99, 1.0, (), leaf="a",
+         experts([("b", 1.0)]), "params", 0.99, 1.0, "params without a gradient left out", leaf="a",
          options={"returns": "params", "optimizer": ADAMW}),
     Case("B68", "a missing division that clipping hides", "paiml/aprender#2123",
          TOKENS, clipping(trainer(micro_mean)), clipping(averaged),
