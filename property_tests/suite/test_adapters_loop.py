@@ -363,16 +363,8 @@ def test_a_rank_that_raises_or_hangs_is_an_error():
         on_ranks(hangs, Probe(1), timeout=0.5)(PARAMS, UNEVEN)
 
 
-def test_ranks_are_checked_and_explained():
+def test_ranks_are_checked():
     loss_fn, params, batches, _ = tokens()
-    check = partial(report_step, loss_fn=loss_fn, params=params, batches=batches, max_examples=10)
-    assert check(ddp(ddp_loop, Probe(), 2)).exit_code == 0
-    report = check(ddp(rank_means, Probe(), 2), max_micro_steps=2)
-    assert "gradient" in [verdict.law for verdict in report.broken]
-
-
-def rank_means(module, window):
-    module.zero_grad()
-    total = sum(count(batch) for batch in window).clamp(min=1)
-    for batch in window:
-        (module(**batch) / total).backward()
+    report = report_step(ddp(ddp_loop, Probe(), 2), loss_fn, params, batches, max_examples=6)
+    assert report.exit_code == 0
+    assert report.examples > 1
