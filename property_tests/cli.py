@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -58,6 +59,12 @@ Params = Annotated[
         "or .safetensors file.",
     ),
 ]
+
+
+@app.callback()
+def numden() -> None:
+    """The laws of losses that are ratios of sums."""
+    torch.set_num_threads(1)  # examples are small, and threads would wait for each other
 
 
 @app.command()

@@ -343,7 +343,7 @@ def numden(*args, without=()):
         "try: m.main()\n"
         "finally: print('LOADED', json.dumps([n for n in sys.modules if sys.modules[n]]))\n"
     )
-    env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=env
     )

@@ -51,7 +51,7 @@ class Session:
         (folder / "test_it.py").write_text(TESTS)
         (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
-        env = {**os.environ, "COLUMNS": "100", **env}
+        env = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", **env}
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         self.text, self.status = done.stdout + done.stderr, done.returncode
         self.lines = self.text.splitlines()

@@ -235,7 +235,7 @@ def test_a_terminal_shows_all_that_the_text_says(width):
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_terminal_is_not_overrun_and_code_can_be_copied(width):
     shown = on_terminal(REPORT, width)
-    assert CODE.strip() in shown
+    assert f"\n{CODE.strip()}\n\nNote: " in shown
     assert max(len(line) for line in shown.replace(CODE.strip(), "").splitlines()) <= width
 
 
