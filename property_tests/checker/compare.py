@@ -88,8 +88,8 @@ def observe(
         quantities["update"] = Quantity("update", right, got, leaves, noise)
     for name, loss in (("logged loss", result.loss), ("evaluation loss", result.eval_loss)):
         if loss is not None:
-            got = torch.as_tensor(loss).detach().double().reshape(1)
-            expected = reference.loss.double().reshape(1)
+            got = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(1).cpu()
+            expected = reference.loss.double().reshape(1).cpu()
             own = _eps(loss) if isinstance(loss, Tensor) else 0.0
             whole = (Leaf(name, slice(0, 1)),)
             quantities[name] = Quantity(name, expected, got, whole, max(eps, own))

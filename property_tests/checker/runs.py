@@ -18,6 +18,7 @@ from .world import World
 __all__ = ["all_runs", "first_runs"]
 
 _NUM_TRIES = 5
+"""So many windows are run even if there is no time."""
 
 
 def first_runs(search: Search, tried: Sequence[World]) -> list[Verdict]:
@@ -41,7 +42,7 @@ def all_runs(search: Search, tried: Sequence[World]) -> tuple[Verdict, list[Obse
     """Run the step on all worlds, as long as there is time."""
     seen, failures = [], []
     for index, world in enumerate(tried):
-        if search.deadline.is_over():
+        if index >= _NUM_TRIES and search.deadline.is_over():
             break
         search.progress(f"running the step on window {index + 1} of {len(tried)}")
         try:

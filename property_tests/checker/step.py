@@ -217,7 +217,7 @@ def _notes(
     tried: Sequence[World], seen: Sequence[Observation], max_norm: float | None
 ) -> tuple[str, ...]:
     notes = []
-    if seen and len(seen) < len(tried):
+    if 0 < len(seen) < len(tried):
         notes.append(f"The time was up after {len(seen)} of {len(tried)} windows; raise budget_s.")
     if max_norm is not None and seen and all(_norm(each) > max_norm for each in seen):
         notes.append(
