@@ -28,7 +28,8 @@ def mask_agreement(
 
     - a place that the den counts matters to the num: if masking it changes the den, it changes
       the num or its gradient, at ``params`` or at some of five other points;
-    - where masking all of it makes the num vanish, it makes the den vanish.
+    - where masking all of it makes the num vanish, it changes the den. A den of at most 1 is left
+      to ``emptiness``, which tells a clamped count.
 
     Whatever weights places have, this holds: that a num changes where the den does not is allowed,
     since a mean over samples counts a sample as long as one of its tokens is left. A num that is 0
@@ -112,10 +113,13 @@ def _still_counted(
     loss_fn: LossFn, params: Any, batch: Any, field: MaskField
 ) -> Iterator[Difference]:
     before = _values(loss_fn, params, batch)
-    after = _values(loss_fn, params, mask_out(batch, [field]))
+    after = _values_if_any(loss_fn, params, mask_out(batch, [field]))
+    if after is None:
+        return
     for den, nums in _groups(loss_fn, params, batch).items():
         vanished = _parts(after, nums) and not any(map(_any, _parts(after, nums)))
-        if vanished and any(map(_any, _parts(before, nums))) and _any(after[den]):
+        unmoved = torch.equal(before[den], after[den]) and bool((after[den].abs() > 1).any())
+        if vanished and unmoved and any(map(_any, _parts(before, nums))):
             yield Difference(f"{den} with all of {field.name} masked", "0", after[den])
 
 
@@ -134,7 +138,9 @@ def _counted_in_vain(
         place = place[: leaf.ndim]
         if any(i >= size for i, size in zip(place, leaf.shape, strict=True)):
             continue  # Fields may differ in width.
-        after = _values(loss_fn, params, mask_out(batch, [field], place))
+        after = _values_if_any(loss_fn, params, mask_out(batch, [field], place))
+        if after is None:
+            continue
         for den, nums in groups.items():
             if torch.equal(before[den], after[den]) or _moved(before, after, nums):
                 continue
@@ -161,8 +167,9 @@ def _moves_elsewhere(
         inputs = tree.leaves(other_params(leaves, 1, 0.25, seed))
         leaves = [leaf if i in masks else inputs[i] for i, leaf in enumerate(leaves)]
         moved = tree.unflatten(structure, leaves)
-        before = _values(loss_fn, there, moved)
-        if _moved(before, _values(loss_fn, there, mask_out(moved, [field], place)), nums):
+        before = _values_if_any(loss_fn, there, moved)
+        after = _values_if_any(loss_fn, there, mask_out(moved, [field], place))
+        if before is None or after is None or _moved(before, after, nums):
             return True
     return False
 
@@ -170,6 +177,14 @@ def _moves_elsewhere(
 def _values(loss_fn: LossFn, params: Any, batch: Any) -> dict[str, Tensor]:
     passed = forward(loss_fn, params, batch)
     return sums(passed) | backward(passed)
+
+
+def _values_if_any(loss_fn: LossFn, params: Any, batch: Any) -> dict[str, Tensor] | None:
+    """The values; None where the function refuses a batch that is masked or moved."""
+    try:
+        return _values(loss_fn, params, batch)
+    except Exception:
+        return None
 
 
 def _groups(loss_fn: LossFn, params: Any, batch: Any) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,14 @@ from .loss_search import Found, search
 from .loss_trials import LAWS, Subject, as_code_file, guarded
 from .loss_verdicts import failed, verdict_of
 from .means import Mean, find_den
+from .module_remarks import kept_state
 from .outputs import as_loss_fn, call, read_output
 from .report import Report, Verdict
 
 __all__ = ["check_loss", "report_loss"]
 
 # What is found about each of these decides how the others are tried.
-_FIRST = ("purity", "emptiness", "repeatability", "additivity", "permutation")
+_FIRST = ("emptiness", "purity", "repeatability", "additivity", "permutation")
 _COMPARING = ("additivity", "permutation", "padding", "mask_agreement")
 
 # What a scalar cannot be tried for, by what it is.
@@ -139,7 +141,8 @@ def report_loss(
         **{"exact": exact, "rtol": rtol},
     )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    kept = kept_state(params) if isinstance(params, nn.Module) else nullcontext()
+    with torch.random.fork_rng(devices=devices), kept:
         check = _Check(loss_fn, subject, pool, max_examples, seed, started + budget_s)
         verdicts, examples = check.report(wanted)
     return Report(
@@ -293,12 +296,19 @@ def _why_not(law: str, verdicts: dict[str, Verdict], mean: Mean | None) -> str:
     broken = {name for name, verdict in verdicts.items() if verdict.status == "broken"}
     if law in _COMPARING and "repeatability" in broken:
         return "two calls on one batch differ, so no sums can be compared; see repeatability"
+    if law in _COMPARING and _draws(verdicts["purity"]):
+        return "it draws from a global generator, so no sums can be compared; see purity"
     if mean is not None and law in _NEED_A_DEN[mean.kind]:
         return "the loss function returns no den; see denominator"
     shown = not broken & {"repeatability", "permutation"}
     if law == "keyed_randomness" and "additivity" in broken and shown:
         return "the rows do not add up whatever is drawn; see additivity"
     return ""
+
+
+def _draws(purity: Verdict) -> bool:
+    differences = purity.violation.differences if purity.violation else ()
+    return any(each.term.endswith(")") for each in differences)  # The state of a generator.
 
 
 def _about_den(mean: Mean, subject: Subject) -> Verdict:

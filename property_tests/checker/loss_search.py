@@ -17,6 +17,10 @@ from .draw import OutOfTime
 __all__ = ["Found", "search"]
 
 
+# Hypothesis derives most examples of a run from earlier ones; new runs are more varied.
+ROUND = 10
+
+
 class Found(NamedTuple):
     """What a search found.
 
@@ -78,18 +82,33 @@ def search(
             record.keep(_Raises, example, error)
             raise _Raises from None
 
-    ran_out = False
+    for start in range(0, max_examples, ROUND):
+        size = min(ROUND, max_examples - start)
+        ran_out = _search_round(body, examples, size, random_seed + start, record)
+        if ran_out or record.last:
+            return record.found(ran_out)
+    return record.found(ran_out=False)
+
+
+def _search_round(
+    body: Callable[[Any], None],
+    examples: SearchStrategy[Any],
+    max_examples: int,
+    random_seed: int,
+    record: "_Record",
+) -> bool:
+    """Run Hypothesis once; whether the time was over before it was done."""
     try:
         seed(random_seed)(_settings(max_examples)(given(examples)(body)))()
     except OutOfTime:
-        ran_out = True
+        return True
     except Unsatisfiable:
-        pass
+        return False
     except Exception:
         # What was recorded, in Hypothesis' own words; or that it fails now and then.
         if not record.last:
             raise
-    return record.found(ran_out)
+    return False
 
 
 class _Record:

@@ -39,7 +39,7 @@ def verdict_of(
         result = search(
             trial.examples,
             lambda example, trial=trial: trial.run(subject, example),
-            max_examples=max(1, round(max_examples * trial.share)),
+            max_examples=max(min(max_examples, 10), round(max_examples * trial.share)),
             random_seed=seed,
             end=now + (end - now) / (len(ways) - index),
         )

@@ -13,9 +13,10 @@ from torch.distributed import _functional_collectives as funcol
 
 from numden.property_tests import LawViolation, laws
 from numden.property_tests.rows import join_rows, num_rows, take_rows
-from numden.property_tests.strategies import dyadic_tensors, masks, windows
+from numden.property_tests.strategies import dyadic_tensors, masks, token_batches, windows
 from numden.property_tests.violation import check_equal
 from numden.pure import LossTerms
+from numden.pure.losses import cross_entropy
 
 PARAMS = {"w": torch.tensor([1.0, -2.0]).double(), "frozen_ids": torch.tensor([3])}
 
@@ -254,6 +255,60 @@ def constant_per_batch(params, batch):
 def test_emptiness_catches(loss_fn, term):
     with pytest.raises(LawViolation, match=f"emptiness: an empty batch(.|\n)*{term}"):
         laws.emptiness(loss_fn, PARAMS, EMPTY)
+
+
+def weighting_of(name):
+    def loss_fn(params, batch):
+        logits = batch["logits"] * params["w"][0]
+        return cross_entropy(logits, batch["labels"], where=batch["where"], weighting=name)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("name", ["token", "sample", "square"])
+@given(token_batches())
+def test_mask_agreement_holds(name, batch):
+    laws.mask_agreement(weighting_of(name), PARAMS, batch)
+
+
+@given(batches(), st.data())
+def test_mask_agreement_holds_at_chosen_places(batch, data):
+    places = data.draw(st.lists(st.tuples(st.integers(0, num_rows(batch) - 1)), max_size=2))
+    laws.mask_agreement(squared_error, PARAMS, batch, places=places)
+
+
+def counts_another_mask(params, batch):
+    terms, _ = squared_error(params, batch)
+    return terms._replace(den=batch["loss_mask"].sum())
+
+
+def counts_unshifted(params, batch):
+    terms, _ = squared_error(params, batch | {"where": batch["where"] & (torch.arange(3) > 0)})
+    return terms._replace(den=batch["where"].sum())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "term"),
+    [
+        (counts_padding, "den with all of batch['where'] masked: expected 0, got 3"),
+        (counts_unshifted, "num without batch['where'][0]: expected a change, as den goes from 2"),
+        (counts_another_mask, "num without batch['loss_mask'][2]: expected a change"),
+    ],
+)
+def test_mask_agreement_catches(loss_fn, term):
+    batch = BATCH | {"loss_mask": torch.tensor([True, True, True])}
+    with pytest.raises(LawViolation, match=re.escape(term)) as caught:
+        laws.mask_agreement(loss_fn, PARAMS, batch)
+    assert str(caught.value).startswith("mask_agreement: num and den must come from one mask.")
+
+
+def test_mask_agreement_needs_a_mask():
+    laws.mask_agreement(counts_padding, PARAMS, BATCH, fields=[])
+
+
+def test_a_violation_ends_with_its_code():
+    violation = LawViolation("law", "a is b.", [], "A slip.", code="import torch\nlaws.law()")
+    assert str(violation).endswith("To reproduce:\n    import torch\n    laws.law()")
 
 
 def test_den_independence_catches():
