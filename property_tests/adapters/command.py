@@ -192,9 +192,7 @@ def _load(path: Path, params: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         return None
     with np.load(path) as arrays:
         found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    shapes, right = (
-        {name: list(each.shape) for name, each in of.items()} for of in (found, params)
-    )
+    shapes, right = _shapes(found), _shapes(params)
     if shapes != right:
         raise ValueError(
             f"from_command: {path.name} must have the names and shapes of the params, {right}, got "

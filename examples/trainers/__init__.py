@@ -1,0 +1,1 @@
+"""Trainers from PyPI, tried by the checker on tiny models on CPU."""
