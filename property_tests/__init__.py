@@ -2,9 +2,9 @@
 
 ``check_loss`` tries a loss function, ``check_step`` a whole trainer, and both say what is wrong on
 the smallest example; ``diagnose`` names the wrong formula behind numbers from anywhere;
-``adapters`` make steps of other people's trainers. ``laws`` are assertions on a loss function or on the gradient
-of a window, for your own tests; ``strategies`` are Hypothesis strategies for what to try them on;
-``count_collectives`` and ``count_host_syncs`` count what a micro-step must not do.
+``adapters`` make steps of other people's trainers. ``laws`` are assertions on a loss function or
+on the gradient of a window, for your own tests; ``strategies`` are Hypothesis strategies for what
+to try them on; ``count_collectives`` and ``count_host_syncs`` count what a micro-step must not do.
 
 Examples:
     >>> import torch

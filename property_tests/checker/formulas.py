@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .compare import Observation, close
-from .facts import Facts, facts_of
+from .facts import DEN, Facts, facts_of
 from .faults import Fault, apply, catalogue
 from .problems import Problem
 from .recipe import Finish, Recipe, TermRecipe, evaluator
@@ -133,7 +133,8 @@ def _distinct(seen: Sequence[Sighting], finish: Finish) -> list[Fault]:
     facts = max((each.facts for each in seen), key=lambda facts: facts.sizes["ranks"])
     faults = catalogue(facts, clips=finish.max_norm is not None, updates=finish.update is not None)
     known: dict[tuple[Any, ...], str] = {}
-    for code in facts.counts:
+    # A count of the batch's own fields says more than a den that was made up.
+    for code in sorted(facts.counts, key=lambda code: code.startswith(f"{DEN}, ")):
         key = tuple(
             tuple(each.facts.counts[code].flatten().tolist() + each.facts.rest[code].tolist())
             for each in seen
@@ -143,8 +144,8 @@ def _distinct(seen: Sequence[Sighting], finish: Finish) -> list[Fault]:
     return [
         fault
         for fault in faults
-        if fault.change.get("count", "den") in codes
-        and fault.change.get("weigh", "den") in codes
+        if fault.change.get("count", DEN) in codes
+        and fault.change.get("weigh", DEN) in codes
         and not ("nums" in fault.change and _reads_alike(seen, fault.change["nums"]))
     ]
 

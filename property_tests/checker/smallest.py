@@ -19,7 +19,7 @@ from .world import World
 
 __all__ = ["Search", "counts_something", "size_of", "smallest_wrong"]
 
-_MAX_TRIED = 250
+_MAX_TRIED = 150
 
 
 class Search(NamedTuple):
