@@ -15,7 +15,7 @@ from ..evaluation import evaluate
 from ..rows import join_rows, num_rows
 from ..violation import Difference, LawViolation
 from .code import Verbatim, as_call
-from .loss_batches import as_strategy, copied, has_rows, is_hollow, pool_of, reached
+from .loss_batches import as_strategy, copied, fewest_rows, has_rows, is_hollow, pool_of, reached
 from .loss_search import Found, search
 from .loss_trials import LAWS, Subject, as_code_file, guarded
 from .loss_verdicts import failed, verdict_of
@@ -177,10 +177,11 @@ class _Check(NamedTuple):
     def report(self, wanted: Sequence[str]) -> tuple[list[Verdict], int]:
         """The verdicts about the wanted laws, and the number of examples."""
         first, samples = self._samples(self.subject.batches)
-        if first.error is not None and self.subject.least_rows == 1:
+        if first.error is not None and _is_one_row(first.example):
             several = self.subject.batches.filter(lambda b: has_rows(b) and num_rows(b) > 1)
-            subject = self.subject._replace(batches=several, least_rows=2, hollow=False)
-            if self._samples(several)[1] and not self._samples(several)[0].error:
+            again, more = self._samples(several)
+            if again.error is None and more:
+                subject = self.subject._replace(batches=several, least_rows=2, hollow=False)
                 return self._replace(subject=subject).report(wanted)
         if first.error is not None or not samples:
             return _none_tried(wanted, self.subject, first), first.examples
@@ -223,7 +224,16 @@ class _Check(NamedTuple):
         some = draws.filter(lambda batch: not is_hollow(batch))
         end = time.monotonic() + (self.end - time.monotonic()) / 5
         found = search(some, run, max_examples=10, random_seed=self.seed, end=end)
+        if found.error is not None:
+            found = found._replace(example=fewest_rows(found.example, self._raises))
         return found, samples
+
+    def _raises(self, batch: Any) -> bool:
+        try:
+            evaluate(self.subject.loss_fn, self.subject.params, batch)
+        except Exception:
+            return True
+        return False
 
     def _understood(self, samples: list[Any]) -> tuple[Subject, Mean | None]:
         """The subject with what its masks and outputs tell, and what a scalar is."""
@@ -249,6 +259,10 @@ class _Check(NamedTuple):
         loss_fn = as_loss_fn(self.fn, mean.den_fn)
         code = f"as_loss_fn(loss_fn, lambda batch: {mean.codes[0]})".replace("len(", "num_rows(")
         return subject._replace(loss_fn=guarded(loss_fn), direct=loss_fn, loss_code=code), mean
+
+
+def _is_one_row(batch: Any) -> bool:
+    return has_rows(batch) and num_rows(batch) == 1
 
 
 def _tolerance(subject: Subject, batch: Any) -> float | None:

@@ -17,7 +17,16 @@ from ..evaluation import evaluate, forward
 from ..mask_fields import MaskField, mask_fields, mask_out
 from ..rows import num_rows, take_rows
 
-__all__ = ["as_strategy", "copied", "has_rows", "is_alive", "is_hollow", "pool_of", "reached"]
+__all__ = [
+    "as_strategy",
+    "copied",
+    "fewest_rows",
+    "has_rows",
+    "is_alive",
+    "is_hollow",
+    "pool_of",
+    "reached",
+]
 
 MAX_ROWS = 6
 MAX_BATCHES = 16
@@ -114,6 +123,18 @@ def reached(loss_fn: LossFn, params: Any, batch: Any) -> frozenset[str]:
 def is_alive(value: Tensor) -> bool:
     """Whether some element is neither 0 nor NaN nor infinite."""
     return bool((value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) != 0).any())
+
+
+def fewest_rows(batch: Any, fails: Callable[[Any], bool]) -> Any:
+    """``batch`` without the rows that it needs not in order to fail."""
+    if not has_rows(batch):
+        return batch
+    rows = list(range(num_rows(batch)))
+    for row in list(rows):
+        fewer = [each for each in rows if each != row]
+        if fewer and fails(take_rows(batch, fewer)):
+            rows = fewer
+    return take_rows(batch, rows)
 
 
 def _rows(batch: Any) -> SearchStrategy[Any]:

@@ -20,7 +20,7 @@ from numden.pure import LossTerms, combine, losses, random
 
 PARAMS = {"w": torch.tensor(1.25, dtype=torch.float64)}
 WEIGHTINGS = ("token", "sample", "square")
-FEW = {"max_examples": 10, "budget_s": 10}
+FEW = {"max_examples": 6, "budget_s": 10}
 
 
 def logits(params, batch):
@@ -303,7 +303,7 @@ def test_a_loss_that_raises_fails_with_the_smallest_batch():
             raise RuntimeError("no more than two rows")
         return cross_entropy("token")(params, batch)
 
-    report = report_loss(loss_fn, PARAMS, token_batches(), budget_s=90)
+    report = report_loss(loss_fn, PARAMS, token_batches(), budget_s=10)
     (verdict,) = report.failed
     assert report.exit_code == 2
     expected = "the loss function raised RuntimeError: no more than two rows (at test_check_loss.py"
