@@ -19,8 +19,8 @@ def from_loop(loop: Loop, module: nn.Module, *, updates: bool = False) -> Any:
             ``accumulation`` is the number of micro-steps that the trainer is configured for. What
             is returned is the loss that would be logged, or None, or a ``StepResult``, whose fields
             go before what is read off the module.
-        module: gets the params at each call. All else that it holds goes on from call to call,
-            ``.grad`` too: a loop that has to zero it must do so.
+        module: gets the params at each call, and its own back afterwards. All else that it holds
+            goes on from call to call, ``.grad`` too: a loop that has to zero it must do so.
         updates: whether the loop takes an optimizer step. If not, the gradient that it leaves in
             ``.grad`` is the result. If so, it is the gradient that the optimizer gets, and the
             params after the step, should it be plain SGD with lr 1. The optimizer may be of the
@@ -50,7 +50,11 @@ def from_loop(loop: Loop, module: nn.Module, *, updates: bool = False) -> Any:
 
     def step(params: Any, world: World) -> StepResult:
         require_ranks("from_loop", world, 1)
+        own = {name: param.detach().clone() for name, param in module.named_parameters()}
         load(module, params)
-        return read(loop, module, params, rank_windows(world)[0])
+        try:
+            return read(loop, module, params, rank_windows(world)[0])
+        finally:
+            load(module, own)  # it may be the very module that the checker takes params from
 
     return make_step(step, "from_loop", loop, 1)

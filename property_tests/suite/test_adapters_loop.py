@@ -1,4 +1,5 @@
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -242,6 +243,21 @@ def test_params_may_be_a_module_with_buffers():
     result = from_loop(lambda module, window: module.running_mean.sum(), module)(given, [[]])
     assert result.loss == 5.0
     assert set(result.grads) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_module_has_its_own_params_back(fails):
+    def loop(module, window):
+        training(SGD)(module, window)
+        if fails:
+            raise KeyError
+
+    module = Probe(1)
+    own = {"w": torch.tensor([5.0]).double()}
+    module.load_state_dict(own)
+    with pytest.raises(KeyError) if fails else nullcontext():
+        assert_updated(from_loop(loop, module, updates=True)(PARAMS, UNCLIPPED), mean(UNCLIPPED))
+    assert module.w.item() == 5.0
 
 
 def test_a_step_says_its_ranks_and_its_name():
