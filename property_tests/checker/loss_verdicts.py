@@ -14,7 +14,8 @@ from ..rows import num_rows
 from ..violation import Difference, LawViolation
 from .loss_batches import has_rows
 from .loss_search import Found, search
-from .loss_trials import Skip, Subject, Trial, trials
+from .loss_trial import Skip, Subject, Trial
+from .loss_trials import trials
 from .module_remarks import drawing_parts, mixing_parts, tracking_parts
 from .report import Verdict
 
