@@ -106,15 +106,20 @@ def tiled(world: World, times: int) -> World:
     )
 
 
-def drawn(strategy: SearchStrategy[T], num: int, seed: int) -> list[T]:
-    """At most ``num`` examples of ``strategy``, the simplest first."""
+def drawn(
+    strategy: SearchStrategy[T], num: int, seed: int, that: Callable[[T], bool] = lambda _: True
+) -> list[T]:
+    """``num`` examples of ``strategy`` that meet a condition, if there are; the simplest first."""
     examples: list[T] = []
 
     def keep(example: T) -> bool:
-        examples.append(example)
+        if len(examples) == num:
+            raise OutOfTime
+        if that(example):
+            examples.append(example)
         return False
 
-    first_that(strategy, keep, seed=seed, max_examples=num)
+    first_that(strategy, keep, seed=seed, max_examples=4 * num)
     return examples
 
 

@@ -130,9 +130,7 @@ def report_step(
     )
     search = Search(runner, worlds, fewest_ranks, seed, rtol, deadline, say)
     say("drawing windows")
-    tried = [
-        world for world in drawn(worlds, max_examples, seed) if counts_something(problem, world)
-    ]
+    tried = drawn(worlds, max_examples, seed, lambda world: counts_something(problem, world))
     tried += _with_many_tokens(problem, tried)
     verdicts, seen = first_runs(search, tried), []
     if all(verdict.status == "holds" for verdict in verdicts):
