@@ -166,8 +166,10 @@ def _diagnosis(
         seen = [sighting(run) for run in runs]
     except TypeError as error:  # The objective is no term_mean.
         return Diagnosis((), f"{error}", "Compare the smallest window by hand.", where)
-    left = surviving(seen, ask, lab.finish, rtol=lab.rtol, time_is_up=lab.time_is_up)
-    return _in_words_of(where, _named(left, seen, where)) if left else _unnamed(seen, where)
+    left, tried_all = surviving(seen, ask, lab.finish, rtol=lab.rtol, time_is_up=lab.time_is_up)
+    if left:
+        return _in_words_of(where, _named(left, seen, where))
+    return _unnamed(seen, where, tried_all)
 
 
 def _named(left: Sequence[Candidate], seen: Sequence[Sighting], where: str) -> Diagnosis:
@@ -225,7 +227,7 @@ def _in(at: Sequence[int], terms: Sequence[str]) -> str:
     return f"in the term {terms[at[0]]}, " if at and len(at) < len(terms) else ""
 
 
-def _unnamed(seen: Sequence[Sighting], where: str) -> Diagnosis:
+def _unnamed(seen: Sequence[Sighting], where: str, tried_all: bool) -> Diagnosis:
     """What can be said where no formula matches: whether the ratio is the same everywhere."""
     ratios = torch.cat([_ratios(each) for each in seen])
     size = float(ratios.mean()) if len(ratios) else float("nan")
@@ -246,10 +248,14 @@ def _unnamed(seen: Sequence[Sighting], where: str) -> Diagnosis:
         if len(ratios)
         else ""
     )
+    which = "formula of the catalogue" if tried_all else "single fault of the catalogue"
+    more = "" if tried_all else " The time was up before all pairs of faults were tried."
     return Diagnosis(
         (),
-        f"No formula of the catalogue gives these numbers on all of {len(seen)} windows.{spread}",
-        "Compare the smallest window below by hand.",
+        f"No {which} gives these numbers on all of {len(seen)} windows.{more}{spread}",
+        "Compare the smallest window below by hand."
+        if tried_all
+        else "Give the check more time (budget_s).",
         where,
         (),
         len(seen),

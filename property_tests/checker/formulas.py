@@ -77,7 +77,7 @@ def surviving(
     *,
     rtol: float | None = None,
     time_is_up: Callable[[], bool] = lambda: False,
-) -> list[Candidate]:
+) -> tuple[list[Candidate], bool]:
     """The recipes of as few faults as possible that give what was seen, the likeliest first.
 
     Those that agree on all that was seen are told apart by new worlds.
@@ -87,20 +87,23 @@ def surviving(
         ask: runs the step on such a world.
         finish: what happens to a gradient before it is seen.
         rtol: the tolerance, relative; by the epsilon of the values if None.
-        time_is_up: whether to stop.
+        time_is_up: whether to try no more; single faults are tried all the same.
 
     Returns:
-        Recipes that agree on each world that was found; none if no formula fits.
+        Recipes that agree on each world that was found; none if no formula fits. And whether all
+        were tried.
     """
     faults = _distinct(seen, finish)
     for size in range(1, _MAX_FAULTS + 1):
         left, candidates = [], _candidates(seen[0].facts, faults, size)
-        while (some := list(islice(candidates, _AT_A_TIME))) and not time_is_up():
+        while some := list(islice(candidates, _AT_A_TIME)):
+            if size > 1 and time_is_up():
+                return [], False
             left += [c for c in some if _fits(c, seen, rtol)]
         left = _told_apart(sorted(left, key=lambda c: c.cost), seen, ask, rtol)
         if left:
-            return left
-    return []
+            return left, True
+    return [], True
 
 
 def _fits(candidate: Candidate, seen: Iterable[Sighting], rtol: float | None) -> bool:
