@@ -8,6 +8,9 @@ from ._collectives import psum as psum
 from ._collectives import psum_scatter as psum_scatter
 from ._ranks import RankError as RankError
 from ._run_local import run_local as run_local
+from .checkpoint import latest as latest
+from .checkpoint import load as load
+from .checkpoint import save as save
 from .fsdp import sum_gradients as sum_gradients
 from .norm import sum_of_squares as sum_of_squares
 from .sharding import gather as gather
