@@ -115,8 +115,8 @@ def check(
             seed=seed,
             budget_s=budget,
         )
-        with _clock("trying the laws"):
-            report = report_loss(loss_fn, *of_loss, **options)
+        with _clock("trying the laws") as say:
+            report = report_loss(loss_fn, *of_loss, **options, progress=say)
     _show(report._replace(subject=loss), in_json)
 
 

@@ -23,6 +23,7 @@ from .means import Mean, find_den
 from .module_remarks import kept_state
 from .outputs import as_loss_fn, call, read_output
 from .report import Report, Verdict
+from .run import Progress
 
 __all__ = ["check_loss", "report_loss"]
 
@@ -70,6 +71,7 @@ def report_loss(
     exact: bool = False,
     rtol: float | None = None,
     budget_s: float = 25.0,
+    progress: Progress | None = None,
 ) -> Report:
     """Try the laws of ``numden.property_tests.laws`` on a loss function; see there what they say.
 
@@ -94,6 +96,7 @@ def report_loss(
         rtol: allowed difference relative to the largest element of a value; without it the
             square root of the machine epsilon.
         budget_s: seconds after which no further example is tried.
+        progress: is called with the law that is tried.
 
     Returns:
         A verdict for each law; no broken law raises.
@@ -131,7 +134,8 @@ def report_loss(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     kept = kept_state(params) if isinstance(params, nn.Module) else nullcontext()
     with torch.random.fork_rng(devices=devices), kept:
-        check = _Check(loss_fn, subject, pool, max_examples, seed, started + budget_s)
+        say = progress or (lambda _: None)
+        check = _Check(loss_fn, subject, pool, max_examples, seed, started + budget_s, say)
         verdicts, examples = check.report(wanted)
     return Report(
         getattr(loss_fn, "__name__", type(loss_fn).__name__),
@@ -161,6 +165,7 @@ class _Check(NamedTuple):
     max_examples: int
     seed: int
     end: float
+    progress: Progress
 
     def report(self, wanted: Sequence[str]) -> tuple[list[Verdict], int]:
         """The verdicts about the wanted laws, and the number of examples."""
@@ -178,6 +183,7 @@ class _Check(NamedTuple):
         total = first.examples
         order = [*_FIRST, *(law for law in wanted if law not in _FIRST)]
         for place, law in enumerate(order):
+            self.progress(f"trying {law}")
             reason = why_not(law, verdicts, mean)
             verdicts[law], count = self._verdict(law, subject, samples, reason, len(order) - place)
             subject, total = _adapted(subject, law, verdicts[law]), total + count

@@ -77,7 +77,7 @@ def _violation(
     causes = [f"{', '.join(each.faults)}. {each.explanation}" for each in diagnoses if each.faults]
     cause = " ".join(causes) or "no known wrong formula gives these values."
     return LawViolation(
-        name, "must be Σnum/Σden over all micro-steps and ranks.", differences, cause
+        name, f"the {name} must be Σnum/Σden over all micro-steps and ranks.", differences, cause
     )
 
 
@@ -86,4 +86,4 @@ def _code(world: World) -> str:
     if list(world.mesh) != ["dp"]:
         options.insert(0, f"mesh={world.mesh}")
     windows = as_code([list(window) for window in world])
-    return f"{_IMPORTS}\n\nworld = World({windows}, {', '.join(options)})\nstep(params, world)"
+    return f"{_IMPORTS}\n\nworld = World({windows}, {', '.join(options)})\nstep(params, world)  # with your step and params"
