@@ -13,6 +13,7 @@ from torch import nn
 from ...pure.terms import LossTerms
 from ..evaluation import evaluate
 from ..rows import join_rows, num_rows
+from ._threads import one_thread
 from .loss_batches import as_strategy, copied, fewest_rows, has_rows, is_hollow, pool_of, reached
 from .loss_reasons import about_den, why_not
 from .loss_search import Found, search
@@ -133,7 +134,7 @@ def report_loss(
     )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     kept = kept_state(params) if isinstance(params, nn.Module) else nullcontext()
-    with torch.random.fork_rng(devices=devices), kept:
+    with torch.random.fork_rng(devices=devices), kept, one_thread():
         say = progress or (lambda _: None)
         check = _Check(loss_fn, subject, pool, max_examples, seed, started + budget_s, say)
         verdicts, examples = check.report(wanted)

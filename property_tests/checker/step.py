@@ -14,6 +14,7 @@ from ...pure import tree
 from ...pure.objective import Objective, term_mean
 from ...pure.optim import Optimizer
 from ...pure.terms import LossFn
+from ._threads import one_thread
 from .compare import Observation
 from .draw import batches_of, drawn, step_worlds, tiled
 from .problems import Problem, tokens
@@ -51,6 +52,7 @@ def check_step(step: Step, *args: Any, **kwargs: Any) -> Report:
     return report_step(step, *args, **kwargs).require()
 
 
+@one_thread()
 def report_step(
     step: Step,
     loss_fn: LossFn | None = None,

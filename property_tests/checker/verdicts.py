@@ -86,4 +86,5 @@ def _code(world: World) -> str:
     if list(world.mesh) != ["dp"]:
         options.insert(0, f"mesh={world.mesh}")
     windows = as_code([list(window) for window in world])
-    return f"{_IMPORTS}\n\nworld = World({windows}, {', '.join(options)})\nstep(params, world)  # with your step and params"
+    made = f"world = World({windows}, {', '.join(options)})"
+    return f"{_IMPORTS}\n\n{made}\nstep(params, world)  # with your step and params"

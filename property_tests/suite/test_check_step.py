@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+
 from numden.property_tests import CheckFailed, StepResult, World, check_step, report_step
 from numden.property_tests.checker.problems import tokens, tokens_and_balance
 from numden.pure import LossTerms, optim, window_grad
