@@ -8,6 +8,8 @@ from ._collectives import psum as psum
 from ._collectives import psum_scatter as psum_scatter
 from ._ranks import RankError as RankError
 from ._run_local import run_local as run_local
+from .accumulate import Accumulator as Accumulator
+from .accumulate import accumulator as accumulator
 from .checkpoint import latest as latest
 from .checkpoint import load as load
 from .checkpoint import save as save

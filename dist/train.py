@@ -1,5 +1,6 @@
 """Training: a state, one step, and a loop that says how it goes."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ..pure import WindowGrad
 from ..pure.optim import Optimizer, global_norm
+from ._checkpointing import checkpointing, resumed
 from .norm import sum_of_squares
 
 __all__ = ["Record", "TrainState", "fit", "init_state", "train_step"]
@@ -123,35 +125,60 @@ def train_step(
 def fit(
     step: Callable[[TrainState, Iterable[Any]], tuple[TrainState, WindowGrad]],
     state: TrainState,
-    windows: Iterable[list[Any]],
+    windows: Iterable[list[Any]] | Callable[[int], Iterable[list[Any]]],
     *,
     num_windows: int | None = None,
     log_every: int = 10,
     on_record: Callable[[Record], None] | None = None,
     progress: bool = True,
     label: str = "train",
+    checkpoints: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    keep: int | None = 2,
 ) -> tuple[TrainState, list[Record]]:
     """Step through windows, with a progress bar and a record every ``log_every`` windows.
 
     The loss, the norm and the metrics are read on the host only for a record.
 
+    With ``checkpoints`` a run goes on by itself: called again with the same arguments, in a new
+    process and on any number of ranks, it takes up the last whole checkpoint. It then also stops
+    cleanly on SIGTERM to some rank: all ranks stop after the window in which it came, save, and
+    return. It costs a small all-reduce between the hosts after each window.
+
     Args:
         step: from ``train_step``.
-        state: from ``init_state``.
-        windows: this rank's windows, each a list of micro-batches.
-        num_windows: stop after as many, without asking ``windows`` for one more; where not given,
-            at the end of ``windows``, which must then come on all ranks at once.
+        state: from ``init_state``; with ``checkpoints``, the state that the run starts from.
+        windows: this rank's windows, each a list of micro-batches, from the start of the run. Those
+            that a checkpoint has seen are asked for and thrown away; not so with a function of
+            their number that gives the windows after them.
+        num_windows: stop after as many from ``state``, without asking ``windows`` for one more;
+            where not given, at the end of ``windows``, which must then come on all ranks at once.
         log_every: windows from record to record; the last window has one too.
         on_record: called with each record, on each rank.
         progress: show a bar on rank 0, if rich is installed.
         label: what the bar is called.
+        checkpoints: a folder for ``save``. One is written at the end, too.
+        save_every: windows from checkpoint to checkpoint.
+        keep: how many checkpoints stay; None for all.
 
     Returns:
-        The state after the last window, and the records.
+        The state after the last window, and the records of this call.
     """
+    start = state.step
+    state, found = resumed(checkpoints, state)
+    done = state.step - start
     records: list[Record] = []
     result, tokens, since = None, 0, time.perf_counter()
-    with _bar(label, num_windows, progress) as bar:
+    with (
+        _bar(label, num_windows, progress) as bar,
+        checkpointing(
+            checkpoints,
+            saved=state.step if found else None,
+            save_every=save_every,
+            keep=keep,
+        ) as checkpoint,
+    ):
+        bar(advance=done)
 
         def record(result: WindowGrad) -> None:
             nonlocal tokens, since
@@ -163,16 +190,33 @@ def fit(
                 on_record(records[-1])
             tokens, since = 0, time.perf_counter()
 
-        for window in islice(windows, num_windows):
+        for window in _left(windows, done, num_windows):
             result = None  # or its gradients would live through the next window
             state, result = step(state, window)
             tokens += sum(_num_tokens(batch) for batch in window)
             if state.step % log_every == 0:
                 record(result)
             bar(advance=1)
+            if checkpoint(state):
+                break
         if result is not None and not (records and records[-1].step == state.step):
             record(result)
+        checkpoint(state, last=True)
     return state, records
+
+
+def _left(
+    windows: Iterable[list[Any]] | Callable[[int], Iterable[list[Any]]],
+    done: int,
+    num_windows: int | None,
+) -> Iterator[list[Any]]:
+    """The windows after the first ``done`` of ``num_windows``."""
+    left = None if num_windows is None else max(0, num_windows - done)
+    if callable(windows):
+        return islice(windows(done), left)
+    if left == 0:
+        return iter(())  # without going through them for nothing
+    return islice(windows, done, num_windows)
 
 
 def _num_tokens(batch: Any) -> int:
