@@ -69,7 +69,9 @@ def observe(
         ValueError: the gradient or the new params have other leaves or shapes than the params.
     """
     reference = reference_of(problem, world)
-    grads = torch.cat([torch.zeros(0), *[g.reshape(-1) for g in reference.grads.values()]]).double()
+    grads = torch.cat(
+        [torch.zeros(0), *[g.reshape(-1).cpu() for g in reference.grads.values()]]
+    ).double()
     right = finished(grads, finish)
     eps = max((_eps(leaf) for leaf in reference.grads.values()), default=0.0)
     quantities: dict[str, Quantity] = {}

@@ -74,7 +74,7 @@ def _of_field(name: str, leaf: Tensor) -> list[Count]:
 
 
 def _with_shifted(code: str, kind: str, name: str, values: Tensor) -> list[Count]:
-    values = values.detach().double()
+    values = values.detach().double().cpu()
     if values.ndim == 1:
         return [Count(code.format(name), kind, False, values)]
     return [

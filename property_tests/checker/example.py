@@ -100,7 +100,7 @@ def _only(batch: Any, place: list[int]) -> Any:
     def mask(leaf: Any) -> Any:
         if not _is_mask(leaf):
             return leaf
-        here = torch.zeros(leaf.shape, dtype=torch.bool)
+        here = torch.zeros_like(leaf, dtype=torch.bool)
         here[tuple(place)] = True
         return leaf & here if leaf.dtype == torch.bool else torch.where(here, leaf, IGNORED)
 

@@ -137,7 +137,7 @@ def _with_gradient(num: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         grads = [torch.zeros_like(leaf) for leaf in leaves]
     else:
         grads = torch.autograd.grad(num, leaves, retain_graph=True, materialize_grads=True)
-    return torch.cat([each.detach().double().reshape(-1) for each in (num, *grads)])
+    return torch.cat([each.detach().double().reshape(-1).cpu() for each in (num, *grads)])
 
 
 def _rows(problem: Problem, batch: Any) -> list[tuple[Tensor, Tensor]]:
@@ -187,7 +187,7 @@ def _with_ones(batch: Any, is_chosen: Callable[[str, Tensor], bool]) -> Any:
 
 
 def _expand(den: Any, size: int) -> Tensor:
-    return torch.as_tensor(den).detach().double().reshape(-1).expand(size)
+    return torch.as_tensor(den).detach().double().reshape(-1).cpu().expand(size)
 
 
 def _grid(
