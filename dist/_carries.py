@@ -4,7 +4,7 @@ A carry's sums have the structure that the loss function gave them, which a new 
 know before its first micro-step. So the structure is written beside the tensors, as JSON.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -55,14 +55,13 @@ def from_description(description: Any) -> Any:
     return values if kind == "list" else tuple(values)
 
 
-def whole_share(carries: Sequence[Carry]) -> Carry:
+def whole_share(carries: Iterable[Carry]) -> Carry:
     """One carry with what all ranks did in their unfinished windows.
 
     Raises:
         ValueError: they cannot be added.
     """
-    begun = [carry for carry in carries if carry.sums is not None]
-    return reduce(_add, begun) if begun else carries[0]
+    return reduce(_add, carries)
 
 
 def empty_share(carry: Carry) -> Carry:
@@ -76,9 +75,9 @@ def empty_share(carry: Carry) -> Carry:
 
 
 def _add(a: Carry, b: Carry) -> Carry:
+    if a.faults is None or b.faults is None:  # one had no micro-step yet
+        return b if a.faults is None else a
     _require_addable(a, b)
-    assert a.faults is not None
-    assert b.faults is not None
     return a._replace(
         grads=tree.map(torch.add, a.grads, b.grads),
         sums=tree.map(torch.add, a.sums, b.sums),

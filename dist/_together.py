@@ -50,5 +50,5 @@ def by_each(call: Callable[[], T]) -> list[T]:
 def _outcome(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return call(), None
-    except (OSError, TypeError, ValueError) as error:
+    except Exception as error:
         return None, error

@@ -27,7 +27,7 @@ restart, and no memory; accumulators of our own would need a reduce-scatter in e
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,8 @@ def save(
 
     Raises:
         TypeError: a leaf is neither a tensor nor a number.
-        ValueError: ``keep`` is not positive.
+        ValueError: ``keep`` is not positive, or some ranks have a carry and others none.
+        FileNotFoundError: a rank does not see the folder that rank 0 has made.
 
     Examples:
         >>> import tempfile
@@ -94,8 +95,10 @@ def save(
         return describe(state.carry), 0 if state.carry is None else int(state.carry.step)
 
     carries, num_micro_steps = zip(*by_each(check), strict=True)
+    _require_all_or_none(carries)
     done = None if carries[0] is None else sum(num_micro_steps)
     unfinished, path = by_first(lambda: folders.begin(Path(folder), state.step, done))
+    by_each(lambda: _require_shared(unfinished))
     with _alone():
         state_dict_saver.save(
             leaves, storage_writer=FileSystemWriter(unfinished), no_dist=not c10d.is_initialized()
@@ -243,6 +246,23 @@ def _kind_of(leaf: Tensor) -> str:
     return _kind(leaf.shape, leaf.dtype)
 
 
+def _require_all_or_none(carries: Sequence[Any]) -> None:
+    without = [owner for owner, carry in enumerate(carries) if carry is None]
+    if without and len(without) < len(carries):
+        raise ValueError(
+            f"save: in an unfinished window each rank must have a carry, got none on ranks "
+            f"{without}. A rank without a micro-step has that of init."
+        )
+
+
+def _require_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"save: all ranks must see the folder that rank 0 has made, got {str(folder)!r} not "
+            f"seen by rank {rank()}. Save to a file system that the hosts share."
+        )
+
+
 def _named_carry(owner: int, carry: Any) -> dict[str, Any]:
     names = tree.names(carry, f"carry[{owner}]")
     return dict(zip(names, tree.leaves(carry), strict=True))
@@ -257,9 +277,12 @@ def _carry(path: Path, reader: FileSystemReader, params: Any) -> Any:
         return None
     if len(carries) == num_ranks():
         return _read_carry(reader, rank(), carries[rank()], device)
-    shares = [_read_carry(reader, owner, each, device) for owner, each in enumerate(carries)]
-    whole = whole_share(shares)
-    return whole if rank() == 0 else empty_share(whole)
+    if rank() == 0:  # which reads one share at a time
+        shares = (_read_carry(reader, owner, each, device) for owner, each in enumerate(carries))
+        return whole_share(shares)
+    begun = [owner for owner, each in enumerate(carries) if from_description(each).sums is not None]
+    owner = begun[0] if begun else 0
+    return empty_share(_read_carry(reader, owner, carries[owner], device))
 
 
 def _read_carry(

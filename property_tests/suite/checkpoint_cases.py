@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import count
 
 import torch
 import torch.distributed as c10d
@@ -31,9 +32,9 @@ def window(number):
     return (first, second)[c10d.get_rank()]
 
 
-def start(kind):
+def start(kind, loss=mean_loss):
     params, on = wrapped(kind)
-    step = dist.train_step(dist.window_grad(on(mean_loss)), ADAM)
+    step = dist.train_step(dist.window_grad(on(loss)), ADAM)
     return dist.init_state(params, ADAM), step
 
 
@@ -153,9 +154,11 @@ def stream(done=0):
         done += 1
 
 
-def fit(kind, folder, num_windows=NUM_WINDOWS, *, told=(), windows=stream, **options):
+def fit(
+    kind, folder, num_windows=NUM_WINDOWS, *, told=(), windows=stream, loss=mean_loss, **options
+):
     """Train; ``told`` is a rank and in which of its windows it gets SIGTERM."""
-    state, step = start(kind)
+    state, step = start(kind, loss)
 
     def watched(state, window):
         if (c10d.get_rank(), state.step) == told:
@@ -167,3 +170,15 @@ def fit(kind, folder, num_windows=NUM_WINDOWS, *, told=(), windows=stream, **opt
     state, records = dist.fit(watched, state, windows, log_every=2, **options)
     assert signal.getsignal(signal.SIGTERM) == before
     return whole(state), state.step, [record.step for record in records]
+
+
+def killed_in_pass(number):
+    """The loss, in whose forward pass ``number`` rank 1 is killed."""
+    passes = count()
+
+    def loss(predict, batch):
+        if c10d.get_rank() == 1 and next(passes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return mean_loss(predict, batch)
+
+    return loss

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as c10d
-from checkpoint_cases import apart, same, train
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from checkpoint_cases import ADAM, apart, same, start, train, whole
+from dist_cases import fully_sharded, mean_loss, net, said
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
 
+from numden import dist
 from numden.dist import TrainState, latest, load, run_local, save
 from numden.dist import _checkpoint_folder as folders
+from numden.pure import accumulator
 
 KINDS = ("tree", "module", "ddp", "fsdp", "shard")
 
@@ -37,6 +41,31 @@ def test_equivalent_resumed_uninterrupted(kind, tmp_path):
 
 def resume(kind, folder):
     return train(kind, folder, range(2, 4), resume=True)
+
+
+def hybrid(folder):
+    """A 2 x 2 module, its shards replicated."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    module = fully_sharded(net(), mesh)
+    state = dist.init_state(module, ADAM)
+    return save(folder, state, extra={"rank": 0}) and whole(state)
+
+
+def test_shards_are_saved_once_and_fit_other_meshes(tmp_path):
+    expected = run_local(hybrid, 4, tmp_path)[0]
+
+    def on_rank():
+        state, _ = start("fsdp")
+        with torch.no_grad():
+            for leaf in state.params.parameters():
+                leaf.zero_()
+        return whole(load(tmp_path, state)[0])
+
+    for found in run_local(on_rank, 3):
+        assert same(found, expected)
+    for meta in FileSystemReader(latest(tmp_path)).read_metadata().state_dict_metadata.values():
+        held = sum(torch.Size(chunk.sizes).numel() for chunk in meta.chunks)
+        assert held == meta.size.numel()
 
 
 # --- whole or not there --------------------------------------------------------------------------
@@ -159,6 +188,26 @@ def test_extra_of_another_structure(tmp_path):
     assert load(tmp_path, weights())[1] is None
     with pytest.raises(ValueError, match=r"got extra\['key'\] that .* and extra\['cursor'\] that"):
         load(tmp_path, weights(), extra={"key": 3})
+
+
+def test_ranks_that_do_not_share_a_file_system(tmp_path):
+    def on_rank():
+        if c10d.get_rank():
+            folders.Path.is_dir = lambda self: False
+        return said(lambda: save(tmp_path, weights()))
+
+    first, second = run_local(on_rank, 2)
+    assert first == second
+    assert first.startswith("FileNotFoundError: save: all ranks must see the folder")
+    assert "not seen by rank 1. Save to" in first
+
+
+def test_a_carry_on_some_ranks_alone(tmp_path):
+    def on_rank():
+        carry = accumulator(mean_loss, plan="after").init({}) if c10d.get_rank() else None
+        return said(lambda: save(tmp_path, weights()._replace(carry=carry)))
+
+    assert all("got none on ranks [0]" in each for each in run_local(on_rank, 2))
 
 
 def test_what_cannot_be_saved(tmp_path):

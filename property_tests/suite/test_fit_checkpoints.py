@@ -4,7 +4,8 @@ import shutil
 from functools import partial
 
 import pytest
-from checkpoint_cases import apart, fit, same, start, stream
+import torch
+from checkpoint_cases import apart, fit, killed_in_pass, same, start, stream
 
 from numden import dist
 from numden.dist import run_local
@@ -28,6 +29,25 @@ def test_fit_goes_on_from_where_it_was_told_to_stop(kind, tmp_path):
     assert names(tmp_path / "stopped") == ["step-00000003", "step-00000005"]
     for got, want in zip(resumed, straight, strict=True):
         assert same(got[0], want[0])
+
+
+@pytest.mark.parametrize("kind", ["tree", "fsdp"])
+def test_fit_repeats_a_window_in_which_it_was_killed(kind, tmp_path):
+    """Rank 1 has 7 micro-steps in the first window and 4 in the second: it dies in its third."""
+    straight = run_local(fit, 2, kind, tmp_path / "straight", 3)
+    killed = partial(fit, save_every=1, loss=killed_in_pass(9))
+    with pytest.raises(RuntimeError, match=r"SIGKILL|[Cc]onnection"):  # of it, or of its peer
+        run_local(killed, 2, kind, tmp_path / "killed", 3)
+    assert names(tmp_path / "killed") == ["step-00000001"]
+    resumed = run_local(fit, 2, kind, tmp_path / "killed", 3)
+    assert all(same(got[0], want[0]) for got, want in zip(resumed, straight, strict=True))
+
+
+def test_hosts_ask_each_other_by_a_group_of_their_own(tmp_path, monkeypatch):
+    """Where tensors go over NCCL."""
+    monkeypatch.setattr("numden.dist._checkpointing.group_device", lambda _: torch.device("cuda"))
+    stopped = run_local(partial(fit, told=(1, 2)), 2, "tree", tmp_path)
+    assert [step for _, step, _ in stopped] == [3, 3]
 
 
 def test_fit_resumes_on_another_number_of_ranks(tmp_path):
