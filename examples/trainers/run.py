@@ -101,7 +101,7 @@ def _result(verdict: Verdict) -> str:
 
 
 def _explained(verdict: Verdict) -> str:
-    if verdict.status != "broken":
+    if verdict.status != "broken" or not verdict.diagnoses:
         return ""
     named = ["; ".join(each.faults) for each in verdict.diagnoses if each.faults]
     return ", ".join(dict.fromkeys(named)) or "none found"
@@ -144,7 +144,8 @@ the same micro-batches before the update. Models of transformers compute the los
 MultiSteps averages with weights in float32 (3e-8 apart with three micro-steps), so they are
 compared to 1e-5. With the recipe of accelerate's documentation, and in the second row of optax, the
 user counts the tokens of the window. "None found" says that no formula of the catalogue was seen to
-match in the time given.
+match in the time given. What is named in Mixtral's gradient and logged loss is said of the router's
+term: it is added up over micro-steps and processes, where the cross entropy is averaged.
 """
 
 
