@@ -31,9 +31,23 @@ Folder = str | os.PathLike[str]
 
 
 def resumed(folder: Folder | None, state: "TrainState") -> tuple["TrainState", bool]:
-    """The state of the last checkpoint, or ``state`` where there is none; whether there is one."""
+    """The state of the last checkpoint, or ``state`` where there is none; whether there is one.
+
+    Raises:
+        ValueError: the checkpoint is not of a run that starts from ``state``.
+    """
     last = None if folder is None else by_first(lambda: latest(folder))
-    return (state, False) if last is None else (load(last, state)[0], True)
+    if last is None:
+        return state, False
+    loaded = load(last, state)[0]
+    if loaded.step < state.step or loaded.carry is not None:
+        within = "" if loaded.carry is None else ", within a window"
+        raise ValueError(
+            f"fit: checkpoints must be of this run and between windows, got {str(last)!r}{within} "
+            f"for a state of step {state.step}. Give fit a folder of its own, and the state that "
+            "the run starts from."
+        )
+    return loaded, True
 
 
 @contextmanager

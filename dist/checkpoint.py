@@ -131,8 +131,9 @@ def load(
     found = by_first(lambda: folders.require_whole(Path(path)))
     like = like._replace(carry=None)
     wanted = _named(like, extra)
-    targets = {name: _target(leaf) for name, leaf in wanted.items()}
-    targets.update(_module_tensors(like.params))
+    in_place = _module_tensors(like.params)
+    fresh = {name: _target(leaf) for name, leaf in wanted.items() if name not in in_place}
+    targets = in_place | fresh
     reader = FileSystemReader(found)
     by_each(lambda: _require_fitting(_tensors(targets, "load"), _saved(reader), extra is not None))
     tensors = _tensors(targets, "load")

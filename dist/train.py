@@ -162,7 +162,11 @@ def fit(
         keep: how many checkpoints stay; None for all.
 
     Returns:
-        The state after the last window, and the records of this call.
+        The state after the last window, and the records of this call. Where SIGTERM came, the
+        state's step says so.
+
+    Raises:
+        ValueError: ``checkpoints`` has those of another run.
     """
     start = state.step
     state, found = resumed(checkpoints, state)

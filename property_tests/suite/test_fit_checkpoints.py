@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import torch
 from checkpoint_cases import apart, fit, killed_in_pass, same, start, stream
+from dist_cases import mean_loss, said
 
 from numden import dist
 from numden.dist import run_local
 from numden.property_tests.counters import count_collectives
+from numden.pure import accumulator
 
 
 def names(folder):
@@ -95,6 +97,21 @@ def test_fit_counts_windows_from_the_state_it_is_given(tmp_path):
 
     assert run_local(on_rank, 1) == [12]
     assert run_local(on_rank, 1) == [12]
+
+
+def test_checkpoints_of_another_run(tmp_path):
+    def on_rank():
+        state, step = start("tree")
+        begin = accumulator(mean_loss, plan="after").init
+        dist.save(tmp_path / "within", state._replace(carry=begin(state.params)))
+        dist.save(tmp_path / "before", state)
+        run = partial(dist.fit, step, state._replace(step=3), stream, num_windows=1)
+        folders = tmp_path / "within", tmp_path / "before"
+        return [said(partial(run, checkpoints=folder)) for folder in folders]
+
+    ((within, before),) = run_local(on_rank, 1)
+    assert "/step-00000000+0000', within a window for a state of step 3. Give fit" in within
+    assert before.startswith("ValueError: fit: checkpoints must be of this run and between windows")
 
 
 def collectives_of_fit(**options):
