@@ -1,12 +1,10 @@
-# %% [markdown]
-# Is my loss function a sum that can be cut anywhere? Three of them, and what the checker says.
+"""Is my loss function a sum that can be cut anywhere? Three of them, and what the checker says."""
 
 # %%
 import torch
 from torch.nn.functional import cross_entropy
 
 from numden.property_tests import check_loss, report_loss
-from numden.property_tests.checker.rendering import as_text
 from numden.pure import LossTerms
 
 torch.manual_seed(0)
@@ -31,7 +29,7 @@ def mean(params, batch):
     return losses(params, batch).sum() / (batch["labels"] != -100).sum()
 
 
-print(as_text(report_loss(mean, params, batch, max_examples=10), width=90))
+print(report_loss(mean, params, batch, max_examples=10))
 
 # %% [markdown]
 # **A sum over one mask, a count over another.** The num leaves out what is masked and the den does
@@ -44,7 +42,7 @@ def two_masks(params, batch):
 
 
 report = report_loss(two_masks, params, batch, max_examples=10)
-print(as_text(report, width=90))
+print(report)
 assert "mask_agreement" in {verdict.law for verdict in report.broken}
 
 
@@ -57,4 +55,4 @@ def right(params, batch):
     return LossTerms(losses(params, batch).sum(), (batch["labels"] != -100).sum())
 
 
-print(as_text(check_loss(right, params, batch), width=90))
+print(check_loss(right, params, batch))

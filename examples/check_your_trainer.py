@@ -1,16 +1,15 @@
-# %% [markdown]
-# A trainer with a planted fault, and a checker that finds it and says what it is.
-#
-# The trainer below is an ordinary PyTorch loop with gradient accumulation. It divides each
-# micro-step's loss by the tokens of that micro-step, then by the number of micro-steps: a mean of
-# means. It runs, it learns, and a token in a short micro-step weighs more than one in a long one.
+"""A trainer with a planted fault, and a checker that finds it and says what it is.
+
+The trainer below is an ordinary PyTorch loop with gradient accumulation. It divides each
+micro-step's loss by the tokens of that micro-step, then by the number of micro-steps: a mean of
+means. It runs, it learns, and a token in a short micro-step weighs more than one in a long one.
+"""
 
 # %%
 import torch
 from torch import nn
 
 from numden.property_tests import adapters, check_step, report_step
-from numden.property_tests.checker.rendering import as_text
 from numden.pure import LossTerms
 
 
@@ -22,6 +21,7 @@ class Model(nn.Module):
         self.logits = nn.Embedding(5, 5, dtype=torch.float64)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the token after each of ``tokens``."""
         return self.logits(tokens)
 
 
@@ -67,7 +67,7 @@ lengths = torch.tensor([[4], [2], [3], [1]])
 batch = {"tokens": tokens, "labels": torch.where(torch.arange(4) < lengths, tokens, -100)}
 
 report = report_step(adapters.from_loop(loop, model), loss_fn, model, batch, max_examples=20)
-print(as_text(report, width=90))
+print(report)
 
 # %% [markdown]
 # The report names the fault, shows the smallest window on which it is seen, and the remedy: count
@@ -86,7 +86,7 @@ def repaired(model: nn.Module, window: list[dict[str, torch.Tensor]]) -> float:
 
 
 report_of_repaired = check_step(adapters.from_loop(repaired, model), loss_fn, model, batch)
-print(as_text(report_of_repaired, width=90))
+print(report_of_repaired)
 
 # %%
 found = {verdict.law: verdict.diagnoses[0].faults for verdict in report.broken}

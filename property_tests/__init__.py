@@ -28,43 +28,44 @@ if TYPE_CHECKING:
     from . import adapters as adapters
     from . import laws as laws
     from . import strategies as strategies
-    from .checker.diagnosis import diagnose as diagnose
-    from .checker.loss import check_loss as check_loss
-    from .checker.loss import report_loss as report_loss
-    from .checker.report import CheckFailed as CheckFailed
-    from .checker.report import Diagnosis as Diagnosis
-    from .checker.report import Report as Report
-    from .checker.report import Verdict as Verdict
-    from .checker.step import check_step as check_step
-    from .checker.step import report_step as report_step
-    from .checker.world import StepResult as StepResult
-    from .checker.world import World as World
+    from . import worlds as worlds
     from .counters import count_collectives as count_collectives
     from .counters import count_host_syncs as count_host_syncs
+    from .diagnosis import diagnose as diagnose
+    from .loss_checker import check_loss as check_loss
+    from .loss_checker import report_loss as report_loss
     from .ranks import over_ranks as over_ranks
+    from .reports import CheckFailed as CheckFailed
+    from .reports import Diagnosis as Diagnosis
+    from .reports import Report as Report
+    from .reports import Verdict as Verdict
+    from .step_checker import check_step as check_step
+    from .step_checker import report_step as report_step
     from .violation import LawViolation as LawViolation
+    from .worlds import StepResult as StepResult
+    from .worlds import World as World
 
-# Loaded when first named: strategies and the checker need hypothesis, and pytest imports this file,
-# as the folder above the suite, before it knows a package numden.
+# Loaded when first named: strategies and the checkers need hypothesis, and pytest imports this
+# file, as the folder above the suite, before it knows a package numden.
 _HOMES = {
-    "CheckFailed": "checker.report",
-    "Diagnosis": "checker.report",
+    "CheckFailed": "reports",
+    "Diagnosis": "reports",
     "LawViolation": "violation",
-    "Report": "checker.report",
-    "StepResult": "checker.world",
-    "Verdict": "checker.report",
-    "World": "checker.world",
-    "check_loss": "checker.loss",
-    "check_step": "checker.step",
+    "Report": "reports",
+    "StepResult": "worlds",
+    "Verdict": "reports",
+    "World": "worlds",
+    "check_loss": "loss_checker",
+    "check_step": "step_checker",
     "count_collectives": "counters",
     "count_host_syncs": "counters",
-    "diagnose": "checker.diagnosis",
+    "diagnose": "diagnosis",
     "over_ranks": "ranks",
-    "report_loss": "checker.loss",
-    "report_step": "checker.step",
+    "report_loss": "loss_checker",
+    "report_step": "step_checker",
 }
 
-__all__ = ["adapters", "laws", "strategies", *_HOMES]
+__all__ = ["adapters", "laws", "strategies", "worlds", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

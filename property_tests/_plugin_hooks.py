@@ -17,7 +17,7 @@ _WIDTH = 100
 @pytest.fixture(scope="session")
 def check_loss(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """``numden.property_tests.check_loss`` with the options of the command line."""
-    from .checker.loss import check_loss
+    from .loss_checker.check import check_loss
 
     return _with_options(check_loss, request)
 
@@ -25,7 +25,7 @@ def check_loss(request: pytest.FixtureRequest) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def check_step(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """``numden.property_tests.check_step`` with the options of the command line."""
-    from .checker.step import check_step
+    from .step_checker.check import check_step
 
     return _with_options(check_step, request)
 
@@ -47,15 +47,15 @@ def pytest_runtest_makereport(
     if isinstance(report.longrepr, tuple) and report.longrepr[0] == plugin.__file__:
         report.longrepr = (*_place_of(item), report.longrepr[2])
     # A check that failed has imported this; other sessions need not.
-    checker = sys.modules.get(f"{__package__}.checker.report")
+    checker = sys.modules.get(f"{__package__}.reports.report")
     if (
         checker
         and report.failed
         and call.excinfo
         and call.excinfo.errisinstance(checker.CheckFailed)
     ):
-        from .checker._layout import headline
-        from .checker.rendering import as_text
+        from .reports._layout import headline
+        from .reports.rendering import as_text
 
         error: Any = call.excinfo.value
         width = min(_WIDTH, item.config.get_terminal_writer().fullwidth)

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ._targets import TargetError, load_function, load_value
-from .checker.loss import report_loss
-from .checker.rendering import as_json, print_report
-from .checker.report import Report
-from .checker.step import report_step
+from .loss_checker.check import report_loss
+from .reports.rendering import as_json, print_report
+from .reports.report import Report
+from .step_checker.check import report_step
 
 __all__ = ["app"]
 

@@ -48,7 +48,7 @@ def law_tests(
     def as_tests(loss_fn: Callable[..., Any]) -> Callable[..., None]:
         import pytest
 
-        from .checker.loss_trials import LAWS
+        from .loss_checker.trials import LAWS
 
         @pytest.mark.parametrize("law", list(laws or LAWS))
         def test(law: str, request: pytest.FixtureRequest) -> None:
@@ -89,7 +89,7 @@ def _try_law(
     import pytest
 
     from ._targets import made
-    from .checker.loss import report_loss
+    from .loss_checker.check import report_loss
 
     report = report_loss(loss_fn, made(params), made(batches), laws=[law], **options).require()
     if all(verdict.status == "skipped" for verdict in report.verdicts):

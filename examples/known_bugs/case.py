@@ -2,8 +2,8 @@
 
 from typing import Any, Literal, NamedTuple
 
-from numden.property_tests.checker.problems import Problem
-from numden.property_tests.checker.world import Step, World
+from numden.property_tests.worlds.problems import Problem
+from numden.property_tests.worlds.world import Step, World
 
 __all__ = ["Case"]
 

@@ -3,9 +3,9 @@
 import warnings
 from typing import Any, NamedTuple
 
-from numden.property_tests.checker.report import Diagnosis, Report, Verdict
-from numden.property_tests.checker.step import report_step
-from numden.property_tests.checker.world import Step, World, as_result
+from numden.property_tests.reports.report import Diagnosis, Report, Verdict
+from numden.property_tests.step_checker.check import report_step
+from numden.property_tests.worlds.world import Step, World, as_result
 
 from .case import Case
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from numden.property_tests.checker.world import REPLICATED, Step, StepResult, World
+from numden.property_tests.worlds.world import REPLICATED, Step, StepResult, World
 
 __all__ = [
     "Batch",

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from numden.property_tests.checker.problems import token_batch
-from numden.property_tests.checker.world import Step, World
+from numden.property_tests.worlds.problems import token_batch, tokens_packed
+from numden.property_tests.worlds.world import Step, World
 
 from .case import Case
 from .loop import (
@@ -21,7 +21,7 @@ from .loop import (
     total,
     trainer,
 )
-from .problems import filtered, packed, router_mean, weighted
+from .problems import filtered, router_mean, weighted
 from .ranks import of_own_window, ranks
 from .windows import TOKENS, of_window, summed, window
 
@@ -198,7 +198,7 @@ CASES = (
          filtered(), summing(kept_over_all), summing(kept_over_kept),
          dropped_tokens(), "grads", 2.0, 1.2, "unmasked count"),
     Case("B56", "boundaries of documents are taken off twice", "unslothai/unsloth-zoo#1066",
-         packed(), summing(over_less_boundaries), summed,
+         tokens_packed(), summing(over_less_boundaries), summed,
          two_documents(), "grads", 1.0, 1.2, "documents subtracted from the count"),
     Case("B59", "a rank without tokens divides by zero", "allenai/OLMo-core#657",
          TOKENS, summing(rank_mean_weighted), summed,

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from numden.property_tests.checker.problems import token_batch
-from numden.property_tests.checker.world import StepResult, World
 from numden.property_tests.strategies import meshes
+from numden.property_tests.worlds.problems import token_batch
+from numden.property_tests.worlds.world import StepResult, World
 
 from .case import Case
 from .loop import (

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from numden.property_tests.checker.problems import token_batch
-from numden.property_tests.checker.world import Step, StepResult, World
+from numden.property_tests.worlds.problems import token_batch
+from numden.property_tests.worlds.world import Step, StepResult, World
 
 from .case import Case
 from .loop import Batch, Micro, Params, backward, by_rank, loss_sum, sum_over_ranks, trainer

@@ -1,6 +1,6 @@
 """More problems to try a step on, each with the fields that one kind of bug needs.
 
-As in ``numden.property_tests.checker.problems``, params are 1 and a token states its own loss.
+As in ``numden.property_tests.worlds.problems``, params are 1 and a token states its own loss.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from numden.property_tests.checker.problems import Problem, tokens, tokens_and_balance
 from numden.property_tests.strategies import dyadic
+from numden.property_tests.worlds.problems import Problem, tokens, tokens_and_balance
 from numden.pure import LossTerms
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "filtered",
     "layers",
     "long_rows",
-    "packed",
     "routed",
     "router_mean",
     "rows",
@@ -85,14 +84,6 @@ def weighted(*, over_weights: bool) -> Problem:
         return LossTerms(num, weights.sum() if over_weights else batch["mask"].sum())
 
     return Problem(loss_fn, _params("w"), _with(weights=_like("mask", 0, 2)))
-
-
-def packed() -> Problem:
-    """Tokens of documents that share rows; the first of a document is not scored.
-
-    ``sample_ids`` ``[B, T]`` numbers the documents of a row; there are two at least.
-    """
-    return tokens()._replace(batches=_documents())
 
 
 def filtered() -> Problem:
@@ -196,21 +187,6 @@ def _experts(draw: DrawFn, batch: Batch) -> Tensor:
 def _samples(draw: DrawFn) -> Batch:
     losses = draw(st.lists(dyadic(min_value=0.125, max_value=8), min_size=1, max_size=8))
     return {"losses": torch.tensor(losses, dtype=torch.float64)}
-
-
-@st.composite
-def _documents(draw: DrawFn) -> Batch:
-    batch = draw(tokens().batches)
-    width = batch["mask"].shape[1]
-    starts = torch.tensor([draw(st.integers(1, width - 1)) for _ in batch["mask"]]).unsqueeze(1)
-    place = torch.arange(width)
-    first = place == starts
-    labels = batch["labels"].masked_fill(first, -100)
-    return batch | {
-        "labels": labels,
-        "mask": batch["mask"] & ~first,
-        "sample_ids": (place >= starts).long(),
-    }
 
 
 @st.composite

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from numden.property_tests.checker.problems import token_batch, tokens
-from numden.property_tests.checker.world import Step, StepResult, World
+from numden.property_tests.worlds.problems import token_batch, tokens
+from numden.property_tests.worlds.world import Step, StepResult, World
 
 from .case import Case
 from .loop import (

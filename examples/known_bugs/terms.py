@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from numden.property_tests.checker.problems import (
+from numden.property_tests.worlds.problems import (
     token_batch,
     tokens_and_balance,
     two_heads,
 )
-from numden.property_tests.checker.world import World
+from numden.property_tests.worlds.world import World
 from numden.pure import term_mean
 
 from .case import Case

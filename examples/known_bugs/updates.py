@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from numden.property_tests.checker.problems import token_batch
-from numden.property_tests.checker.world import Step, StepResult, World
+from numden.property_tests.worlds.problems import token_batch
+from numden.property_tests.worlds.world import Step, StepResult, World
 from numden.pure.optim import Optimizer, from_torch
 
 from .case import Case

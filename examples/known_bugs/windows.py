@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numden.property_tests.checker.problems import token_batch, tokens
-from numden.property_tests.checker.world import Step, StepResult, World
 from numden.property_tests.strategies import meshes
+from numden.property_tests.worlds.problems import token_batch, tokens
+from numden.property_tests.worlds.world import Step, StepResult, World
 
 from .case import Case
 from .loop import (

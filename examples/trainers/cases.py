@@ -17,7 +17,7 @@ from numden.property_tests.adapters import (
     from_lightning,
     from_trainer,
 )
-from numden.property_tests.checker.problems import Problem
+from numden.property_tests.worlds.problems import Problem
 
 from .models import LightningProbe, MeanProbe, Probe, dense, mixture_of_experts, probe
 

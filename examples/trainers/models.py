@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from numden.property_tests.checker.problems import Problem, tokens
+from numden.property_tests.worlds.problems import Problem, tokens
 from numden.pure import LossTerms, term_mean
 
 VOCAB_SIZE, IGNORED = 13, -100

@@ -19,8 +19,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from numden.property_tests.checker.report import Report, Verdict
-from numden.property_tests.checker.step import report_step
+from numden.property_tests.reports.report import Report, Verdict
+from numden.property_tests.step_checker.check import report_step
 from trainers.cases import JAX, Case, cases
 
 REPORT = Path(__file__).with_name("report.md")

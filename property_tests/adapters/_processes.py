@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ...dist import run_local
 from ...pure import tree
-from ..checker.world import StepResult, World
 from ..violation import LawViolation, check_equal
+from ..worlds.world import StepResult, World
 from ._module import load, make_step, named_params, require_ranks, values_of
 from ._reading import Window, rank_windows
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...pure import tree
-from ..checker.world import StepResult, World, as_result, windows_of
+from ..worlds.world import StepResult, World, as_result, windows_of
 from ._module import bare_name, named_params, values_of, whole
 
 __all__ = ["Loop", "OptimizerSteps", "Window", "rank_windows", "read_gradients", "read_update"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checker.world import StepResult
+from ..worlds.world import StepResult
 from ._processes import leave_group_of_one, make_process_step
 from ._reading import Window, read_update
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checker.world import StepResult, World, windows_of
+from ..worlds.world import StepResult, World, windows_of
 from ._module import make_step, require_ranks, values_of
 
 __all__ = ["from_command"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ..checker.world import StepResult
+from ..worlds.world import StepResult
 from ._module import require_micro_steps
 from ._processes import leave_group_of_one, make_process_step
 from ._reading import Window, read_update

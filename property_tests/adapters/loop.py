@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checker.world import StepResult, World
+from ..worlds.world import StepResult, World
 from ._module import load, make_step, require_ranks
 from ._reading import Loop, rank_windows, read_gradients, read_update
 

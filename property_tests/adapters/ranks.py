@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checker.world import REPLICATED, StepResult, World
+from ..worlds.world import REPLICATED, StepResult, World
 from ._module import make_step, require_ranks
 from ._processes import agreed, make_process_step, on_each_rank
 from ._reading import Loop, Window, read_gradients, read_update

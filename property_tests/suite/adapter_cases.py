@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from numden.property_tests.checker.problems import token_batch
-from numden.property_tests.checker.world import World
+from numden.property_tests.worlds.problems import token_batch
+from numden.property_tests.worlds.world import World
 
 PARAMS = {"w": torch.tensor([2.0], dtype=torch.float64)}
 

@@ -8,7 +8,7 @@ import torch
 from adapter_cases import ONE_RANK, PARAMS, TWO_RANKS, UNEVEN, assert_gradient, mean, window
 
 from numden.property_tests.adapters import UnfitWorld, from_command
-from numden.property_tests.checker.world import StepResult, World
+from numden.property_tests.worlds.world import StepResult, World
 
 HEAD = """
 import json, sys, time

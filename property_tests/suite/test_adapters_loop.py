@@ -32,9 +32,9 @@ from numden.property_tests.adapters import (
     fsdp2,
     on_ranks,
 )
-from numden.property_tests.checker.problems import tokens
-from numden.property_tests.checker.step import report_step
-from numden.property_tests.checker.world import StepResult, World
+from numden.property_tests.step_checker.check import report_step
+from numden.property_tests.worlds.problems import tokens
+from numden.property_tests.worlds.world import StepResult, World
 
 
 def sums_loop(module, window):

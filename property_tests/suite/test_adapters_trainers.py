@@ -27,7 +27,7 @@ from numden.property_tests.adapters import (
     from_lightning,
     from_trainer,
 )
-from numden.property_tests.checker.world import World
+from numden.property_tests.worlds.world import World
 
 WORLDS = {name: world for name, world in ONE_RANK.items() if name != "a micro-step without tokens"}
 WORLDS |= {f"2 ranks, {name}": TWO_RANKS[name] for name in ("ragged", "partial")}

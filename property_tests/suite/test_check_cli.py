@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from numden.property_tests import cli
-from numden.property_tests.checker.report import Report, Verdict
+from numden.property_tests.reports.report import Report, Verdict
 
 RUNNER = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
 
@@ -52,7 +52,7 @@ def of_module(module, batch):
 STEPS = """
 import torch
 from numden.pure import window_grad
-from numden.property_tests.checker.problems import tokens
+from numden.property_tests.worlds.problems import tokens
 
 problem = tokens()
 loss_fn, params, batches = problem.loss_fn, problem.params, problem.batches

@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from numden.property_tests import LawViolation
-from numden.property_tests.checker import outputs
-from numden.property_tests.checker.loss import check_loss, report_loss
-from numden.property_tests.checker.loss_trials import LAWS
-from numden.property_tests.checker.problems import token_batch, tokens, tokens_and_balance
-from numden.property_tests.checker.report import CheckFailed
+from numden.property_tests.loss_checker import outputs
+from numden.property_tests.loss_checker.check import check_loss, report_loss
+from numden.property_tests.loss_checker.trials import LAWS
+from numden.property_tests.reports.report import CheckFailed
 from numden.property_tests.rows import join_rows, num_rows
 from numden.property_tests.strategies import token_batches
+from numden.property_tests.worlds.problems import token_batch, tokens, tokens_and_balance
 from numden.pure import LossTerms, combine, losses, random
 
 PARAMS = {"w": torch.tensor(1.25, dtype=torch.float64)}

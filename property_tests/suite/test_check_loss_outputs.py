@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from numden.property_tests.checker.outputs import as_loss_fn, read_output
+from numden.property_tests.loss_checker.outputs import as_loss_fn, read_output
 from numden.pure import LossTerms
 
 THREE = torch.tensor(3.0)

@@ -6,7 +6,7 @@ from torch import nn
 
 from numden.dist import sum_gradients, window_grad
 from numden.property_tests import adapters, check_step
-from numden.property_tests.checker.problems import two_heads
+from numden.property_tests.worlds.problems import two_heads
 from numden.pure import LossTerms, term_mean
 from numden.pure import window_grad as window_grad_of_one_rank
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from numden.property_tests import CheckFailed, StepResult, World, check_step, report_step
-from numden.property_tests.checker.problems import tokens, tokens_and_balance
+from numden.property_tests.worlds.problems import tokens, tokens_and_balance
 from numden.pure import LossTerms, optim, window_grad
 
 QUICK = {"max_examples": 12, "budget_s": 10.0}

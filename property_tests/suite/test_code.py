@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numden.property_tests.checker.code import Verbatim, as_call, as_code
+from numden.property_tests.reports.code import Verbatim, as_call, as_code
 from numden.pure import tree
 
 
@@ -114,8 +114,10 @@ def test_what_does_not_fit_a_line_takes_several():
             "    {",
             '        "ids": torch.tensor(',
             "            [",
-            " " * 16 + "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4],",
-            " " * 16 + "[5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9],",
+            " " * 16
+            + "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4],",
+            " " * 16
+            + "[5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9],",
             "            ],",
             "        ),",
             '        "y": torch.tensor([0.0, 1.0], dtype=torch.float32),',
@@ -127,5 +129,6 @@ def test_what_does_not_fit_a_line_takes_several():
 
 def test_many_numbers_fill_lines():
     lines = as_code(torch.arange(60)).splitlines()
-    assert lines[1].startswith("    [") and lines[2].startswith("        0, 1, 2, 3,")
+    assert lines[1].startswith("    [")
+    assert lines[2].startswith("        0, 1, 2, 3,")
     assert len(lines) == 7

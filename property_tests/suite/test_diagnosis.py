@@ -5,18 +5,18 @@ import torch
 from hypothesis import strategies as st
 
 from numden.property_tests import StepResult, World, diagnose, report_step
-from numden.property_tests.checker.draw import drawn, step_worlds
-from numden.property_tests.checker.facts import facts_of
-from numden.property_tests.checker.faults import apply, catalogue
-from numden.property_tests.checker.problems import (
+from numden.property_tests.diagnosis.facts import facts_of
+from numden.property_tests.diagnosis.faults import apply, catalogue
+from numden.property_tests.diagnosis.recipe import Finish, Recipe, TermRecipe, evaluator
+from numden.property_tests.step_checker.smallest import counts_something
+from numden.property_tests.worlds.draw import drawn, step_worlds
+from numden.property_tests.worlds.problems import (
     Problem,
     token_batch,
     tokens,
     tokens_and_balance,
     two_heads,
 )
-from numden.property_tests.checker.recipe import Finish, Recipe, TermRecipe, evaluator
-from numden.property_tests.checker.smallest import counts_something
 from numden.pure import LossTerms, term_mean
 
 PROBLEM = tokens()

@@ -18,8 +18,8 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 def modules():
     for part in PARTS:
         yield part
-        for found in pkgutil.iter_modules(importlib.import_module(part).__path__, f"{part}."):
-            if found.name.rpartition(".")[2] not in SKIPPED:
+        for found in pkgutil.walk_packages(importlib.import_module(part).__path__, f"{part}."):
+            if not SKIPPED & set(found.name.split(".")):
                 yield found.name
 
 

@@ -6,7 +6,7 @@ import pytest
 from known_bugs import CASES, OUT_OF_SCOPE
 from known_bugs.judge import judged, value
 
-from numden.property_tests.checker.reference import reference_of
+from numden.property_tests.worlds.reference import reference_of
 
 UNCLIPPED = [case for case in CASES if "max_norm" not in case.options]
 # In the fast suite: one of each theme, of one term and few ranks. All of them take minutes.

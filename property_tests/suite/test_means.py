@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from numden.property_tests.checker.means import find_den
-from numden.property_tests.checker.outputs import as_loss_fn
+from numden.property_tests.loss_checker.means import find_den
+from numden.property_tests.loss_checker.outputs import as_loss_fn
 
 B, T, V = 5, 6, 7
 PARAMS = {

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from numden.property_tests.checker.loss_trials import LAWS
+from numden.property_tests.loss_checker.trials import LAWS
 from numden.property_tests.plugin import law_tests
 
 TESTS = """

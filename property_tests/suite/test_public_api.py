@@ -19,11 +19,11 @@ ENTRY_POINTS = {"_root", "cli", "__main__"}
 def names_of_modules():
     for part in PARTS:
         path = importlib.import_module(f"numden.{part}").__path__
-        found = [module.name for module in pkgutil.iter_modules(path, f"numden.{part}.")]
+        found = [module.name for module in pkgutil.walk_packages(path, f"numden.{part}.")]
         yield from [f"numden.{part}", *found]
 
 
-MODULES = [n for n in names_of_modules() if n.rpartition(".")[2] not in {*ENTRY_POINTS, "suite"}]
+MODULES = [n for n in names_of_modules() if not {*ENTRY_POINTS, "suite"} & set(n.split("."))]
 SOURCES = [path for part in PARTS for path in sorted((ROOT / part).glob("*.py"))]
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from numden.property_tests.checker._layout import Row, headline, in_words, sentence
-from numden.property_tests.checker.rendering import as_json, as_text, print_report
-from numden.property_tests.checker.report import CheckFailed, Diagnosis, Report, Verdict
+from numden.property_tests.reports._layout import Row, headline, in_words, sentence
+from numden.property_tests.reports.rendering import as_json, as_text, print_report
+from numden.property_tests.reports.report import CheckFailed, Diagnosis, Report, Verdict
 from numden.property_tests.violation import Difference, LawViolation
 
 CODE = (

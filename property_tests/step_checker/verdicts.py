@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..diagnosis.compare import Leaf, Observation, Quantity, wrong_leaves
+from ..diagnosis.explain import Laboratory, diagnosed
+from ..reports.code import as_code
+from ..reports.report import Diagnosis, Verdict
 from ..violation import Difference, LawViolation
-from .code import as_code
-from .compare import Leaf, Observation, Quantity, wrong_leaves
-from .diagnosis import Laboratory, diagnosed
+from ..worlds.world import World
 from .example import as_example, worst_of
-from .report import Diagnosis, Verdict
 from .run import StepFailed
 from .smallest import Search, size_of, smallest_wrong
-from .world import World
 
 __all__ = ["compared"]
 

@@ -10,10 +10,10 @@ from ...pure import tree
 from ...pure.objective import TermMean
 from ..evaluation import forward
 from ..rows import num_rows, take_rows
-from .counts import counts
-from .problems import Problem
-from .reference import micro_batches
-from .world import World
+from ..worlds.counts import counts
+from ..worlds.problems import Problem
+from ..worlds.reference import micro_batches
+from ..worlds.world import World
 
 __all__ = ["CLAMPED", "DEN", "Facts", "Reading", "facts_of", "read"]
 
@@ -66,7 +66,7 @@ def facts_of(problem: Problem, world: World) -> Facts:
         TypeError: the objective is no ``term_mean``, so that there is no mean to get wrong.
 
     Examples:
-        >>> from numden.property_tests.checker.problems import token_batch, tokens
+        >>> from numden.property_tests.worlds.problems import token_batch, tokens
         >>> world = World([[token_batch([[8.0]]), token_batch([[2.0, 2.0, 2.0]])]])
         >>> facts = facts_of(tokens(), world)
         >>> facts.nums[""][0, 0].tolist(), facts.counts["den"][0, 0].tolist()

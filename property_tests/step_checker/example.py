@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ...pure import tree
+from ..diagnosis.compare import Leaf, Quantity
 from ..evaluation import forward
-from .compare import Leaf, Quantity
-from .counts import IGNORED
-from .problems import Problem
-from .world import World
+from ..worlds.counts import IGNORED
+from ..worlds.problems import Problem
+from ..worlds.world import World
 
 __all__ = ["as_example", "worst_of"]
 
@@ -21,7 +21,7 @@ def as_example(problem: Problem, world: World, quantity: Quantity | None, leaf: 
     """What is in each micro-step of ``world``, then the worst value of ``leaf``, as lines.
 
     Examples:
-        >>> from numden.property_tests.checker.problems import token_batch, tokens
+        >>> from numden.property_tests.worlds.problems import token_batch, tokens
         >>> world = World([[token_batch([[8.0]]), token_batch([[2.0, 2.0, 2.0]])]])
         >>> print(as_example(tokens(), world, None, None))
         1 rank, window of 2 micro-steps (2 configured)

@@ -1,10 +1,14 @@
 """What a check found: a verdict for each law, as data. ``rendering`` shows it."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from ..violation import Difference, LawViolation
 
-__all__ = ["CheckFailed", "Diagnosis", "Report", "Verdict"]
+__all__ = ["CheckFailed", "Diagnosis", "Progress", "Report", "Verdict"]
+
+Progress = Callable[[str], None]
+"""Is called with what is being done."""
 
 
 class Diagnosis(NamedTuple):
@@ -95,6 +99,11 @@ class Report(NamedTuple):
             raise CheckFailed(self)
         return self
 
+    def __str__(self) -> str:
+        from .rendering import as_text
+
+        return as_text(self)
+
 
 class CheckFailed(LawViolation):
     """A check found something; the message is its report.
@@ -116,6 +125,4 @@ class CheckFailed(LawViolation):
         self.report = report
 
     def __str__(self) -> str:
-        from .rendering import as_text
-
-        return as_text(self.report)
+        return str(self.report)

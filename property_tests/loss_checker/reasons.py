@@ -1,10 +1,10 @@
 """Which laws say nothing after what was found, and what is said of a scalar's den."""
 
+from ..reports.code import Verbatim, as_call
+from ..reports.report import Verdict
 from ..violation import Difference, LawViolation
-from .code import Verbatim, as_call
-from .loss_trial import Subject, as_code_file
 from .means import Mean
-from .report import Verdict
+from .trial import Subject, as_code_file
 
 __all__ = ["about_den", "why_not"]
 

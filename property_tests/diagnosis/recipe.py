@@ -102,9 +102,9 @@ def evaluator(facts: Facts, finish: Finish = Finish()) -> Callable[[Recipe], Ten
     """What recipes give on ``facts``: the loss, then the gradient (or update), as one vector.
 
     Examples:
-        >>> from numden.property_tests.checker.facts import facts_of
-        >>> from numden.property_tests.checker.problems import token_batch, tokens
-        >>> from numden.property_tests.checker.world import World
+        >>> from numden.property_tests.diagnosis.facts import facts_of
+        >>> from numden.property_tests.worlds.problems import token_batch, tokens
+        >>> from numden.property_tests.worlds.world import World
         >>> world = World([[token_batch([[8.0]]), token_batch([[2.0, 2.0, 2.0]])]])
         >>> value = evaluator(facts_of(tokens(), world))
         >>> value(Recipe((TermRecipe(),))).tolist()

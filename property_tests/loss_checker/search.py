@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...pure import tree
 from ..violation import LawViolation
-from .draw import OutOfTime
+from ..worlds.draw import OutOfTime
 
 __all__ = ["Found", "search"]
 

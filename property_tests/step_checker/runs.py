@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from ...pure import tree
+from ..diagnosis.compare import Observation, close
+from ..reports.report import Diagnosis, Verdict
 from ..violation import Difference, LawViolation
-from .compare import Observation, close
+from ..worlds.world import World
 from .example import as_example
-from .report import Diagnosis, Verdict
 from .run import StepFailed
 from .smallest import Search
-from .world import World
 
 __all__ = ["all_runs", "first_runs"]
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..worlds.problems import Problem
 from .compare import Observation, close
 from .facts import DEN, Facts, facts_of
 from .faults import Fault, apply, catalogue
-from .problems import Problem
 from .recipe import Finish, Recipe, TermRecipe, evaluator
 
 __all__ = ["Ask", "Candidate", "Sighting", "sighting_of", "surviving"]

@@ -11,20 +11,19 @@ from hypothesis.strategies import SearchStrategy
 from torch import nn
 
 from ...pure.terms import LossTerms
+from .._threads import one_thread
 from ..evaluation import evaluate
+from ..reports.report import Progress, Report, Verdict
 from ..rows import join_rows, num_rows
-from ._threads import one_thread
-from .loss_batches import as_strategy, copied, fewest_rows, has_rows, is_hollow, pool_of, reached
-from .loss_reasons import about_den, why_not
-from .loss_search import Found, search
-from .loss_trial import Subject, guarded
-from .loss_trials import LAWS
-from .loss_verdicts import failed, verdict_of
+from .batches import as_strategy, copied, fewest_rows, has_rows, is_hollow, pool_of, reached
 from .means import Mean, find_den
 from .module_remarks import kept_state
 from .outputs import as_loss_fn, call, read_output
-from .report import Report, Verdict
-from .run import Progress
+from .reasons import about_den, why_not
+from .search import Found, search
+from .trial import Subject, guarded
+from .trials import LAWS
+from .verdicts import failed, verdict_of
 
 __all__ = ["check_loss", "report_loss"]
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from ...pure.terms import LossFn
 from .. import laws
+from ..reports.code import Verbatim, as_call
 from ..violation import LawViolation
-from .code import Verbatim, as_call
-from .loss_batches import copied
+from .batches import copied
 from .module_remarks import kept_state
 
 __all__ = ["EFFECTS", "Skip", "Subject", "Trial", "as_code_file", "guarded"]
@@ -121,8 +121,8 @@ class Trial(NamedTuple):
 # Where the names come from that code may use.
 _HOMES = {
     "laws": "property_tests",
-    "as_loss_fn": "property_tests.checker.outputs",
-    "find_den": "property_tests.checker.means",
+    "as_loss_fn": "property_tests.loss_checker.outputs",
+    "find_den": "property_tests.loss_checker.means",
     "num_rows": "property_tests.rows",
     "other_params": "property_tests._mask_laws",
     "pad_columns": "property_tests.mask_fields",

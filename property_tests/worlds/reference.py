@@ -33,7 +33,7 @@ def reference_of(problem: Problem, world: World) -> Reference:
     """``f(Σ s)`` over all the data of ``world``, differentiated through one graph, by no plan.
 
     Examples:
-        >>> from numden.property_tests.checker.problems import token_batch, tokens
+        >>> from numden.property_tests.worlds.problems import token_batch, tokens
         >>> world = World([[token_batch([[8.0]]), token_batch([[2.0, 2.0, 2.0]])]])
         >>> reference_of(tokens(), world).loss
         tensor(3.5000, dtype=torch.float64)

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ...pure import tree
 from ..evaluation import forward, sums
+from ..reports.report import Verdict
 from ..rows import num_rows
 from ..violation import Difference, LawViolation
-from .loss_batches import has_rows
-from .loss_search import Found, search
-from .loss_trial import Skip, Subject, Trial
-from .loss_trials import trials
+from .batches import has_rows
 from .module_remarks import drawing_parts, mixing_parts, tracking_parts
-from .report import Verdict
+from .search import Found, search
+from .trial import Skip, Subject, Trial
+from .trials import trials
 
 __all__ = ["error_in_words", "failed", "verdict_of"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...pure.objective import Objective, term_mean
 from ...pure.terms import LossFn, LossTerms
 
-__all__ = ["Problem", "token_batch", "tokens", "tokens_and_balance", "two_heads"]
+__all__ = ["Problem", "token_batch", "tokens", "tokens_and_balance", "tokens_packed", "two_heads"]
 
 Batch = dict[str, Tensor]
 
@@ -75,6 +75,20 @@ def tokens_and_balance() -> Problem:
         return LossTerms({"ce": ce.num, "balance": balance}, {"ce": ce.den, "balance": 1})
 
     return Problem(loss_fn, _params(), _token_batches(per_row="balance"))
+
+
+def tokens_packed() -> Problem:
+    """``tokens`` of documents that share rows; the first token of a document is not scored.
+
+    ``sample_ids`` ``[B, T]`` numbers the documents of a row, two in each.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> batch = find(tokens_packed().batches, lambda batch: bool(batch["mask"].any()))
+        >>> batch["sample_ids"].shape == batch["mask"].shape
+        True
+    """
+    return tokens()._replace(batches=_documents())
 
 
 def two_heads() -> Problem:
@@ -170,6 +184,20 @@ def _token_batches(draw: DrawFn, *, per_row: str = "", extra_head: bool = False)
         batch["extra_losses"] = _matrix(draw, num_rows, width)
         batch["extra_mask"] = batch["mask"] & (place > starts + 1)
     return batch
+
+
+@st.composite
+def _documents(draw: DrawFn) -> Batch:
+    batch = draw(_token_batches())
+    width = batch["mask"].shape[1]
+    starts = torch.tensor(draw(_integers(len(batch["mask"]), 1, width - 1))).unsqueeze(1)
+    place = torch.arange(width)
+    first = place == starts
+    return batch | {
+        "labels": batch["labels"].masked_fill(first, -100),
+        "mask": batch["mask"] & ~first,
+        "sample_ids": (place >= starts).long(),
+    }
 
 
 def _matrix(draw: DrawFn, rows: int, columns: int) -> Tensor:

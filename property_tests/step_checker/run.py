@@ -2,21 +2,20 @@
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...pure import tree
+from ..diagnosis.compare import Observation, observe
+from ..diagnosis.recipe import Finish
 from ..violation import Difference
+from ..worlds.problems import Problem
+from ..worlds.world import Step, StepResult, World, as_result
 from ._time_limit import time_limit
-from .compare import Observation, observe
-from .problems import Problem
-from .recipe import Finish
-from .world import Step, StepResult, World, as_result
 
-__all__ = ["Deadline", "Progress", "Runner", "StepFailed"]
+__all__ = ["Deadline", "Runner", "StepFailed"]
 
 
 class StepFailed(Exception):
@@ -115,7 +114,3 @@ class Deadline(NamedTuple):
     def is_over(self) -> bool:
         """Whether the moment has passed."""
         return time.monotonic() > self.moment
-
-
-Progress = Callable[[str], None]
-"""Is called with what is being done."""

@@ -11,7 +11,7 @@ from ...pure.terms import LossFn
 from ..evaluation import backward, forward, leaves_of
 from ..mask_fields import mask_fields, mask_out
 from ..rows import join_rows, num_rows, take_rows
-from .counts import counts
+from ..worlds.counts import counts
 
 __all__ = ["Mean", "find_den"]
 
@@ -64,7 +64,7 @@ def find_den(
         join: makes one batch of several.
 
     Examples:
-        >>> from numden.property_tests.checker.outputs import as_loss_fn
+        >>> from numden.property_tests.loss_checker.outputs import as_loss_fn
         >>> def masked_mean(w, batch):
         ...     return (w * batch["x"] * batch["mask"]).sum() / batch["mask"].sum()
         >>> x, mask = torch.tensor([[4.0, 2.0], [1.0, 1.0]]), torch.tensor([[1, 0], [1, 1]]) > 0

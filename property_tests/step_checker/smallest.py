@@ -9,13 +9,14 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from ...pure import tree
+from ..diagnosis.compare import Observation, wrong_leaves
+from ..reports.report import Progress
 from ..rows import num_rows, take_rows
-from .compare import Observation, wrong_leaves
-from .draw import OutOfTime, first_that
-from .problems import Problem
-from .reference import reference_of
-from .run import Deadline, Progress, Runner, StepFailed
-from .world import World
+from ..worlds.draw import OutOfTime, first_that
+from ..worlds.problems import Problem
+from ..worlds.reference import reference_of
+from ..worlds.world import World
+from .run import Deadline, Runner, StepFailed
 
 __all__ = ["Search", "counts_something", "size_of", "smallest_wrong"]
 

@@ -14,18 +14,18 @@ from ...pure import tree
 from ...pure.objective import Objective, term_mean
 from ...pure.optim import Optimizer
 from ...pure.terms import LossFn
-from ._threads import one_thread
-from .compare import Observation
-from .draw import batches_of, drawn, step_worlds, tiled
-from .problems import Problem, tokens
-from .recipe import Finish
-from .reference import reference_of
-from .report import Report
-from .run import Deadline, Progress, Runner
+from .._threads import one_thread
+from ..diagnosis.compare import Observation
+from ..diagnosis.recipe import Finish
+from ..reports.report import Progress, Report
+from ..worlds.draw import batches_of, drawn, step_worlds, tiled
+from ..worlds.problems import Problem, tokens
+from ..worlds.reference import reference_of
+from ..worlds.world import Step, World
+from .run import Deadline, Runner
 from .runs import all_runs, first_runs
 from .smallest import Search, counts_something
 from .verdicts import compared
-from .world import Step, World
 
 __all__ = ["check_step", "report_step"]
 
@@ -47,7 +47,7 @@ def check_step(step: Step, *args: Any, **kwargs: Any) -> Report:
         >>> check_step(mean_of_means, ranks=1)
         Traceback (most recent call last):
             ...
-        numden.property_tests.checker.report.CheckFailed: ...mean of micro-step means...
+        numden.property_tests.reports.report.CheckFailed: ...mean of micro-step means...
     """
     return report_step(step, *args, **kwargs).require()
 
@@ -111,7 +111,7 @@ def report_step(
 
     Examples:
         >>> from numden.pure import window_grad
-        >>> from numden.property_tests.checker.problems import tokens
+        >>> from numden.property_tests.worlds.problems import tokens
         >>> loss_fn, params, batches, _ = tokens()
         >>> def step(params, world):
         ...     return window_grad(loss_fn)(params, [b for window in world for b in window])

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ...pure import tree
-from .problems import Problem
+from ..worlds.problems import Problem
+from ..worlds.reference import Reference, leaf_names, reference_of
+from ..worlds.world import StepResult, World
 from .recipe import Finish, finished
-from .reference import Reference, leaf_names, reference_of
-from .world import StepResult, World
 
 __all__ = ["Leaf", "Observation", "Quantity", "close", "observe", "wrong_leaves"]
 

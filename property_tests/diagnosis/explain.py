@@ -8,15 +8,15 @@ from torch import Tensor
 
 from ...pure.objective import Objective, term_mean
 from ...pure.terms import LossFn
+from ..reports.report import Diagnosis
+from ..worlds.draw import batches_of
+from ..worlds.problems import Problem
+from ..worlds.world import World, as_result
 from .compare import Leaf, Observation, observe, wrong_leaves
-from .draw import batches_of
 from .facts import Facts
 from .faults import Fault
 from .formulas import Candidate, Sighting, sighting_of, surviving
-from .problems import Problem
 from .recipe import Finish
-from .report import Diagnosis
-from .world import World, as_result
 
 __all__ = ["Laboratory", "diagnose", "diagnosed"]
 
@@ -66,7 +66,7 @@ def diagnose(
         A diagnosis for each value that is wrong; none if all are right.
 
     Examples:
-        >>> from numden.property_tests.checker.problems import token_batch, tokens
+        >>> from numden.property_tests.worlds.problems import token_batch, tokens
         >>> problem = tokens()
         >>> window = [token_batch([[8.0]]), token_batch([[2.0, 2.0, 2.0]])]
         >>> five = {"w": torch.tensor(5.0).double()}
