@@ -4,7 +4,8 @@ A batch is a pytree of tensors with rows on the leading axis. Leaves that are no
 scalar tensors, belong to all rows and stay as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,28 @@ from torch import Tensor
 
 from ..pure import tree
 
-__all__ = ["join_rows", "num_rows", "take_rows"]
+__all__ = ["batch_list", "join_rows", "num_rows", "take_rows"]
+
+
+def batch_list(batches: Any, at_most: int = 16) -> list[Any]:
+    """The batches that were given: one, or the first of several.
+
+    A tensor, a mapping, and a list or tuple of bare tensors (as data loaders return it) are one
+    batch; any other iterable is a sequence of batches.
+
+    Examples:
+        >>> len(batch_list((torch.zeros(3, 2), torch.zeros(3))))
+        1
+        >>> len(batch_list([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}]))
+        2
+    """
+    if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
+        return [batches]
+    if isinstance(batches, list | tuple) and batches:
+        is_record = hasattr(batches, "_fields")
+        if is_record or all(isinstance(each, Tensor) for each in batches):
+            return [batches]
+    return list(islice(batches, at_most))
 
 
 def num_rows(batch: Any) -> int:

@@ -22,6 +22,8 @@ __all__ = ["Laboratory", "diagnose", "diagnosed"]
 
 _NUM_SIGHTINGS = 10
 _MAX_LEAVES = 6
+_NEARLY = 1e-2
+"""Half of what bfloat16 rounds by, and far less than a wrong count."""
 
 
 class Laboratory(NamedTuple):
@@ -29,6 +31,7 @@ class Laboratory(NamedTuple):
 
     Attributes:
         problem: what is right.
+        hints: what explained other values of the same runs; each diagnosis adds to it.
         finish: what happens to a gradient before it is seen.
         rtol: the tolerance, or None.
         run_where: finds a world on which a condition holds and runs the step there.
@@ -36,10 +39,12 @@ class Laboratory(NamedTuple):
     """
 
     problem: Problem
+    hints: list[Candidate]
     finish: Finish = Finish()
     rtol: float | None = None
     run_where: Callable[[Callable[[World], bool]], Observation | None] = lambda condition: None
     time_is_up: Callable[[], bool] = lambda: False
+    hints: list[Candidate]
 
 
 def diagnose(
@@ -75,7 +80,7 @@ def diagnose(
         ('mean of micro-step means',)
     """
     problem = Problem(loss_fn, params, batches_of([]), objective)
-    lab = Laboratory(problem, Finish(max_norm), rtol)
+    lab = Laboratory(problem, [], Finish(max_norm), rtol)
     runs = [
         observe(
             problem,
@@ -166,8 +171,10 @@ def _diagnosis(
         seen = [sighting(run) for run in runs]
     except TypeError as error:  # The objective is no term_mean.
         return Diagnosis((), f"{error}", "Compare the smallest window by hand.", where)
-    left, tried_all = surviving(seen, ask, lab.finish, rtol=lab.rtol, time_is_up=lab.time_is_up)
+    options = {"rtol": lab.rtol, "hints": lab.hints, "time_is_up": lab.time_is_up}
+    left, tried_all = surviving(seen, ask, lab.finish, **options)
     if left:
+        lab.hints.append(left[0])
         return _in_words_of(where, _named(left, seen, where))
     return _unnamed(seen, where, tried_all)
 
@@ -190,9 +197,17 @@ def _named(left: Sequence[Candidate], seen: Sequence[Sighting], where: str) -> D
         f"{_sentence('; and '.join(words))} {numbers}",
         " ".join(dict.fromkeys(fault.remedy for fault, _ in best.faults)),
         where,
-        tuple(dict.fromkeys(other for other in others if other != names)),
+        _distinct(others, names),
         len(seen),
     )
+
+
+def _distinct(
+    others: Sequence[tuple[str, ...]], names: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
+    """The sets of names among ``others`` that are not ``names``, each once."""
+    by_set = {frozenset(other): other for other in others}
+    return tuple(other for key, other in by_set.items() if key != frozenset(names))
 
 
 def _in_words_of(where: str, diagnosis: Diagnosis) -> Diagnosis:
@@ -231,6 +246,17 @@ def _unnamed(seen: Sequence[Sighting], where: str, tried_all: bool) -> Diagnosis
     """What can be said where no formula matches: whether the ratio is the same everywhere."""
     ratios = torch.cat([_ratios(each) for each in seen])
     size = float(ratios.mean()) if len(ratios) else float("nan")
+    if len(ratios) and bool(((ratios - 1).abs() <= _NEARLY).all()):
+        worst = float((ratios - 1).abs().max())
+        return Diagnosis(
+            ("rounding",),
+            f"The value is right but for rounding: off by {worst:.1e} of it at most, on each of "
+            f"{len(seen)} windows. A dtype on the way is short of digits.",
+            "Accumulate and divide in the dtype of the params or better; count in float64.",
+            where,
+            (),
+            len(seen),
+        )
     if len(ratios) and bool(((ratios - size).abs() <= 1e-3 * abs(size)).all()):
         return Diagnosis(
             ("constant factor",),

@@ -15,10 +15,12 @@ from ..worlds.problems import Problem
 from ..worlds.reference import micro_batches
 from ..worlds.world import World
 
-__all__ = ["CLAMPED", "DEN", "Facts", "Reading", "facts_of", "read"]
+__all__ = ["CLAMPED", "COUNTED_ROWS", "DEN", "ROOTS", "Facts", "Reading", "facts_of", "read"]
 
 DEN = "den"
 CLAMPED = "den, at least 1 in each row"
+COUNTED_ROWS = "den, rows that have one"
+ROOTS = "den, its root in each row"
 
 
 class Facts(NamedTuple):
@@ -31,8 +33,9 @@ class Facts(NamedTuple):
         terms: the name of each term.
         weights: the weight of each term in the objective, ``[K]``.
         nums: ``[K, R, M, D]`` by how the batch was read: ``""``, as it is; ``"unmasked"``;
-            ``"unweighted"``; ``"row means"``, where each row is divided by its own den.
-        counts: ``[K, R, M]`` by name: the den, the den of at least 1 in each row, and what
+            ``"unweighted"``; ``"row means"``, where each row is divided by its own den, and
+            ``"row roots"``, by the root of it.
+        counts: ``[K, R, M]`` by name: the den, what is made of the dens of rows, and what
             ``counts`` finds in the batch, by its code.
         rest: the same of the generation batch outside of the window, ``[K]``.
         kinds: what kind of count a name stands for.
@@ -106,11 +109,16 @@ def read(problem: Problem, batch: Any) -> Reading:
         kinds[key] = name
     by_row = _rows(problem, batch)
     if by_row and _add_up([row for _, row in by_row], nums):
-        found[CLAMPED] = torch.stack([den.clamp(min=1) for den, _ in by_row]).sum(0)
+        dens_of_rows = torch.stack([den for den, _ in by_row])
+        found[CLAMPED] = dens_of_rows.clamp(min=1).sum(0)
+        found[COUNTED_ROWS] = (dens_of_rows > 0).double().sum(0)
+        found[ROOTS] = dens_of_rows.clamp(min=0).sqrt().sum(0)
         named["row means"] = torch.stack([_ratio(nums, den) for den, nums in by_row]).sum(0)
+        named["row roots"] = torch.stack([_ratio(nums, den.sqrt()) for den, nums in by_row]).sum(0)
     else:
-        found[CLAMPED], named["row means"] = dens, nums
-    kinds[CLAMPED] = "clamped"
+        found |= dict.fromkeys((CLAMPED, COUNTED_ROWS, ROOTS), dens)
+        named |= dict.fromkeys(("row means", "row roots"), nums)
+    kinds |= {CLAMPED: "clamped", COUNTED_ROWS: "rows", ROOTS: "roots"}
     for count in counts(batch):
         found[count.code] = count.by_row.sum().expand(len(dens))
         kinds[count.code] = f"{count.kind} shifted" if count.shifted else count.kind

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .facts import DEN, Facts
+from .facts import COUNTED_ROWS, DEN, ROOTS, Facts
 from .recipe import Recipe, TermRecipe
 
 __all__ = ["Fault", "apply", "catalogue"]
@@ -159,12 +159,21 @@ def _parts(facts: Facts) -> Iterator[Fault]:
         _DIVIDE_ONCE,
         {"over": "nothing"},
     )
+    choose = (
+        "Choose one weighting of tokens, for the sum and the count, and give that as reference."
+    )
+    for count in ("len(batch)", COUNTED_ROWS):
+        yield Fault(
+            "mean of sample means",
+            "each sample (row) is divided by its own count and the quotients are averaged",
+            choose,
+            {"nums": "row means", "count": count},
+        )
     yield Fault(
-        "mean of sample means",
-        "each sample (row) is divided by its own count and the quotients are averaged",
-        "Choose: a mean over tokens needs one division by their total; a mean over samples needs "
-        "a reference that says so (weighting='sample').",
-        {"nums": "row means", "count": "len(batch)"},
+        "samples weighted by roots",
+        "each sample (row) is divided by the root of its count, and the sum by that of the roots",
+        choose,
+        {"nums": "row roots", "count": ROOTS},
     )
     for code in _other_counts(facts):
         yield Fault(
@@ -189,6 +198,7 @@ _COUNT_FAULTS = {
         "documents subtracted from the count",
         "the boundaries of documents are taken off a count that does not hold them",
     ),
+    "roots": ("roots of the counts", "roots of the counts of samples are added up"),
     "clamped": (
         "count clamped to at least one per sample",
         "a sample without anything to learn from counts as one",

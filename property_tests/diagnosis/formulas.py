@@ -1,5 +1,6 @@
 """The search among wrong formulas: which of them give the numbers seen, and on which worlds not."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, islice, product
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ class Sighting(NamedTuple):
         places: the indices that are explained.
         eps: how exact they are.
         expected: what is right, ``[1 + P]``.
+        pivot: the place where most is expected: who is off there need not be looked at elsewhere.
+        size: the largest value that was seen.
     """
 
     facts: Facts
@@ -39,6 +42,8 @@ class Sighting(NamedTuple):
     places: Tensor
     eps: float
     expected: Tensor
+    pivot: int
+    size: float
 
 
 Ask = Callable[[Callable[[Sighting], bool]], Sighting | None]
@@ -67,7 +72,10 @@ def sighting_of(
     got, expected = torch.zeros(2, facts.nums[""].shape[-1], dtype=torch.float64)
     got[start : start + len(values.got)] = values.got
     expected[start : start + len(values.got)] = values.expected
-    return Sighting(facts, evaluator(facts, finish), got, start + places, values.eps, expected)
+    at = start + places
+    pivot = int(at[expected[at].abs().argmax()])
+    size = float(got[at].nan_to_num().abs().max())
+    return Sighting(facts, evaluator(facts, finish), got, at, values.eps, expected, pivot, size)
 
 
 def surviving(
@@ -76,6 +84,7 @@ def surviving(
     finish: Finish,
     *,
     rtol: float | None = None,
+    hints: Sequence[Candidate] = (),
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Candidate], bool]:
     """The recipes of as few faults as possible that give what was seen, the likeliest first.
@@ -87,6 +96,7 @@ def surviving(
         ask: runs the step on such a world.
         finish: what happens to a gradient before it is seen.
         rtol: the tolerance, relative; by the epsilon of the values if None.
+        hints: candidates that explained another value; tried after the single faults.
         time_is_up: whether to try no more; single faults are tried all the same.
 
     Returns:
@@ -95,7 +105,8 @@ def surviving(
     """
     faults = _distinct(seen, finish)
     for size in range(1, _MAX_FAULTS + 1):
-        left, candidates = [], _candidates(seen[0].facts, faults, size)
+        left = [c for c in hints if len(c.faults) == size > 1 and _fits(c, seen, rtol)]
+        candidates = iter(()) if left else _candidates(seen[0].facts, faults, size)
         while some := list(islice(candidates, _AT_A_TIME)):
             if size > 1 and time_is_up():
                 return [], False
@@ -111,6 +122,10 @@ def _fits(candidate: Candidate, seen: Iterable[Sighting], rtol: float | None) ->
 
 
 def _agrees(seen: Sighting, value: Tensor, rtol: float | None) -> bool:
+    a, b = float(value[seen.pivot]), float(seen.got[seen.pivot])
+    tolerance = math.sqrt(seen.eps) if rtol is None else rtol
+    if abs(a - b) > 2 * tolerance * max(abs(a), abs(b), seen.size):
+        return False  # Most candidates are off there, and this is quick.
     return close(value[seen.places], seen.got[seen.places], seen.eps, rtol)
 
 

@@ -1,7 +1,6 @@
 """Batches to try a loss function on, drawn from those that were given."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from .._mask_laws import den_of_nums
 from .._value_strategies import masks, ragged_masks
 from ..evaluation import evaluate, forward
 from ..mask_fields import MaskField, mask_fields, mask_out
-from ..rows import num_rows, take_rows
+from ..rows import batch_list, num_rows, take_rows
 
 __all__ = [
     "as_strategy",
@@ -33,23 +32,14 @@ MAX_BATCHES = 16
 
 
 def pool_of(batches: Any, join: Callable[[Sequence[Any]], Any]) -> list[Any]:
-    """The batches that were given: one, or several.
+    """The batches that were given, as ``batch_list`` takes them.
 
-    A list or tuple of bare tensors is one batch, as data loaders return it; any other list, tuple
-    or iterator is a sequence of batches, of which the first 16 are taken. Batches of one row are
-    joined, so that there is something to cut.
+    Batches of one row are joined, so that there is something to cut.
 
     Raises:
         ValueError: there is none.
     """
-    leaves_alone = isinstance(batches, list | tuple) and (
-        hasattr(batches, "_fields") or all(isinstance(each, Tensor) for each in batches)
-    )
-    if isinstance(batches, Tensor | Mapping) or (leaves_alone and len(batches)):
-        return [batches]
-    if not isinstance(batches, Iterable):
-        return [batches]
-    pool = list(islice(batches, MAX_BATCHES))
+    pool = batch_list(batches)
     if not pool:
         raise ValueError("check_loss: needs at least one batch, got none. Give a batch.")
     if len(pool) > 1 and all(has_rows(batch) and num_rows(batch) == 1 for batch in pool):

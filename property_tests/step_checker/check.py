@@ -16,8 +16,9 @@ from ...pure.optim import Optimizer
 from ...pure.terms import LossFn
 from .._threads import one_thread
 from ..diagnosis.compare import Observation
+from ..diagnosis.formulas import Candidate
 from ..diagnosis.recipe import Finish
-from ..reports.report import Progress, Report
+from ..reports.report import Progress, Report, Verdict
 from ..worlds.draw import batches_of, drawn, step_worlds, tiled
 from ..worlds.problems import Problem, tokens
 from ..worlds.reference import reference_of
@@ -132,21 +133,31 @@ def report_step(
     )
     search = Search(runner, worlds, fewest_ranks, seed, rtol, deadline, say)
     say("drawing windows")
-    tried = drawn(worlds, max_examples, seed, lambda world: counts_something(problem, world))
-    tried += _with_many_tokens(problem, tried)
+    try:
+        tried = drawn(worlds, max_examples, seed, lambda world: counts_something(problem, world))
+        tried += _with_many_tokens(problem, tried)
+    except Exception as error:  # Of the loss function, or of what draws its batches.
+        said = f"the loss function cannot be run on a drawn batch: {type(error).__name__}: {error}"
+        return _report(step, [Verdict("runs", "failed", said)], [], start, seed)
     verdicts, seen = first_runs(search, tried), []
     if all(verdict.status == "holds" for verdict in verdicts):
         runs, seen = all_runs(search, tried)
         names = dict.fromkeys(name for each in seen for name in each.quantities)
-        verdicts = [runs, *verdicts, *[compared(search, seen, name) for name in names]]
-    return Report(
-        getattr(step, "__name__", type(step).__name__),
-        tuple(verdicts),
-        len(seen),
-        time.monotonic() - start,
-        seed,
-        _notes(tried, seen, max_norm),
-    )
+        hints: list[Candidate] = []  # What explains one value often explains the next.
+        verdicts = [runs, *verdicts, *[compared(search, seen, name, hints) for name in names]]
+    return _report(step, verdicts, seen, start, seed, _notes(tried, seen, max_norm))
+
+
+def _report(
+    step: Step,
+    verdicts: Sequence[Verdict],
+    seen: Sequence[Observation],
+    start: float,
+    seed: int,
+    notes: tuple[str, ...] = (),
+) -> Report:
+    name = getattr(step, "__name__", type(step).__name__)
+    return Report(name, tuple(verdicts), len(seen), time.monotonic() - start, seed, notes)
 
 
 def _problem(loss_fn: LossFn | None, params: Any, batches: Any, objective: Objective) -> Problem:

@@ -6,6 +6,7 @@ import torch
 
 from ..diagnosis.compare import Leaf, Observation, Quantity, wrong_leaves
 from ..diagnosis.explain import Laboratory, diagnosed
+from ..diagnosis.formulas import Candidate
 from ..reports.code import as_code
 from ..reports.report import Diagnosis, Verdict
 from ..violation import Difference, LawViolation
@@ -20,8 +21,13 @@ _IMPORTS = "import torch\nfrom numden.property_tests import World"
 _UPDATES = {"gradient", "update"}
 
 
-def compared(search: Search, seen: Sequence[Observation], name: str) -> Verdict:
-    """The verdict on the quantity ``name``, of which all runs are in ``seen``."""
+def compared(
+    search: Search, seen: Sequence[Observation], name: str, hints: list[Candidate]
+) -> Verdict:
+    """The verdict on the quantity ``name``, of which all runs are in ``seen``.
+
+    ``hints`` are the formulas behind other quantities; what is found is added to them.
+    """
     shown = [each for each in seen if name in each.quantities]
     wrong = [each for each in shown if wrong_leaves(each.quantities[name], search.rtol)]
     if not wrong:
@@ -29,7 +35,7 @@ def compared(search: Search, seen: Sequence[Observation], name: str) -> Verdict:
     search.progress(f"the {name} is wrong: looking for the smallest window")
     smallest = smallest_wrong(search, name) or min(wrong, key=size_of)
     search.progress(f"the {name} is wrong: looking for the formula behind it")
-    diagnoses = diagnosed(_laboratory(search), smallest, shown, name)
+    diagnoses = diagnosed(_laboratory(search, hints), smallest, shown, name)
     quantity = smallest.quantities[name]
     leaves = wrong_leaves(quantity, search.rtol)
     problem = search.runner.problem
@@ -44,7 +50,7 @@ def compared(search: Search, seen: Sequence[Observation], name: str) -> Verdict:
     )
 
 
-def _laboratory(search: Search) -> Laboratory:
+def _laboratory(search: Search, hints: list[Candidate]) -> Laboratory:
     def run_where(condition: Callable[[World], bool]) -> Observation | None:
         world = search.smallest(condition, max_examples=40)
         try:
@@ -54,7 +60,7 @@ def _laboratory(search: Search) -> Laboratory:
 
     runner = search.runner
     time_is_up = search.deadline.is_over
-    return Laboratory(runner.problem, runner.finish, search.rtol, run_where, time_is_up)
+    return Laboratory(runner.problem, hints, runner.finish, search.rtol, run_where, time_is_up)
 
 
 def _words(name: str, num_wrong: int, shown: Sequence[Observation], rtol: float | None) -> str:

@@ -306,3 +306,48 @@ def test_worlds_are_what_their_mesh_says():
         World([[1]], mesh={"dp": 2})
     with pytest.raises(ValueError, match=r"no window may be longer than accumulation"):
         World([[1, 2]], accumulation=1)
+
+
+def test_a_tuple_of_tensors_is_one_batch_and_params_may_be_any_tree():
+    def loss_fn(params, batch):
+        inputs, targets = batch
+        weight, (bias,) = params["net"]
+        errors = (inputs @ weight + bias - targets) ** 2
+        return LossTerms(errors.sum(), errors.numel())
+
+    def step(params, world):
+        (weight, (bias,)), terms = params["net"], []
+        leaves = [weight.requires_grad_(), bias.requires_grad_()]
+        terms = [loss_fn(params, batch) for batch in flat(world)]
+        loss = sum(each.num for each in terms) / sum(each.den for each in terms)
+        grads = torch.autograd.grad(loss, leaves)
+        return {"net": [grads[0], (grads[1],)]}
+
+    params = {"net": [torch.randn(3, 1).double(), (torch.randn(1).double(),)]}
+    batch = (torch.randn(6, 3).double(), torch.randn(6, 1).double())
+    check_step(step, loss_fn, params, batch, **QUICK)
+
+
+def test_a_frozen_param_is_not_compared():
+    model = torch.nn.Linear(2, 1).double()
+    model.bias.requires_grad_(False)
+
+    def loss_fn(model, batch):
+        out = model(batch["x"])
+        return LossTerms((out**2).sum(), len(out))
+
+    def step(model, world):
+        terms = [loss_fn(model, batch) for batch in flat(world)]
+        loss = sum(each.num for each in terms) / sum(each.den for each in terms)
+        return {"weight": torch.autograd.grad(loss, model.weight)[0]}
+
+    check_step(step, loss_fn, model, {"x": torch.randn(5, 2).double()}, **QUICK)
+
+
+def test_a_loss_function_that_raises_is_said():
+    def loss_fn(params, batch):
+        raise KeyError("mask")
+
+    report = report_step(right, loss_fn, tokens().params, tokens().batches, **QUICK)
+    assert report.exit_code == 2
+    assert "the loss function cannot be run on a drawn batch: KeyError" in report.failed[0].words

@@ -137,6 +137,26 @@ def test_no_match_is_said_as_such():
     assert "lies between" in found.explanation
 
 
+def test_rounding_is_said_as_such():
+    worlds = some_worlds(PROBLEM)
+    seen = [(w, {"w": evaluator(facts_of(PROBLEM, w))(RIGHT)[1].half().double()}) for w in worlds]
+    (found,) = diagnose(seen, PROBLEM.loss_fn, PROBLEM.params)
+    assert found.faults == ("rounding",)
+    assert "right but for rounding" in found.explanation
+
+
+def test_another_weighting_of_samples_is_named():
+    def mean_of_samples(params, world):
+        rows = [(b["losses"] * b["mask"], b["mask"].sum(1)) for window in world for b in window]
+        means = [(loss.sum(1) / count.clamp(min=1)).sum() for loss, count in rows]
+        return {"w": sum(means) / sum((count > 0).sum() for _, count in rows)}
+
+    worlds = some_worlds(PROBLEM)
+    seen = [(world, mean_of_samples(None, world)) for world in worlds]
+    (found,) = diagnose(seen, PROBLEM.loss_fn, PROBLEM.params)
+    assert found.faults == ("mean of sample means",)
+
+
 def test_a_constant_factor_is_said_as_such():
     worlds = some_worlds(PROBLEM)
     seen = [(w, {"w": evaluator(facts_of(PROBLEM, w))(RIGHT)[1] * 0.3}) for w in worlds]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from ..rows import num_rows, take_rows
+from ..rows import batch_list, num_rows, take_rows
 from .world import REPLICATED, World
 
 __all__ = ["OutOfTime", "batches_of", "drawn", "first_that", "step_worlds", "tiled"]
@@ -77,11 +77,10 @@ def _spread(
 
 
 def batches_of(batches: Any) -> SearchStrategy[Any]:
-    """A strategy as it is; of one batch or a sequence of batches: some rows of one of them."""
+    """A strategy as it is; of one batch or several: some rows of one of them."""
     if isinstance(batches, SearchStrategy):
         return batches
-    several = batches if isinstance(batches, list | tuple) else [batches]
-    return st.sampled_from(list(several)).flatmap(_some_rows)
+    return st.sampled_from(batch_list(batches)).flatmap(_some_rows)
 
 
 def _some_rows(batch: Any) -> SearchStrategy[Any]:
