@@ -162,7 +162,7 @@ def _distinct(seen: Sequence[Sighting], finish: Finish) -> list[Fault]:
     return [
         fault
         for fault in faults
-        if fault.change.get("count", DEN) in codes
+        if (fault.change.get("count", DEN) in codes or "nums" in fault.change)
         and fault.change.get("weigh", DEN) in codes
         and not ("nums" in fault.change and _reads_alike(seen, fault.change["nums"]))
     ]

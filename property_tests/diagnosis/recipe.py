@@ -208,7 +208,8 @@ def _coefficients(term: TermRecipe, index: int, facts: Facts) -> Tensor:
     """What the nums of each micro-step are multiplied by, ``[R, M]``."""
     count = facts.counts[term.count][index if term.term is None else term.term]
     den = _rounded(_den(term, index, count, facts), term.rounding)
-    scale = torch.where(den == 0, 0.0, 1 / den).expand_as(count) * facts.present
+    guarded = torch.where(den > 0, den, 1.0)  # as trainers guard a count that may be zero
+    scale = (1 / guarded).expand_as(count) * facts.present
     if term.weigh:
         weight = facts.counts[term.weigh][index]
         scale = scale * weight / weight.sum().clamp(min=1e-300)
