@@ -224,6 +224,10 @@ def _counts(facts: Facts) -> Iterator[Fault]:
         if kind == "positions less documents":
             kind = "less boundaries"
         name, says = _COUNT_FAULTS[kind]
+        if kind == "less boundaries":  # It may be zero or less, and few guard against that.
+            yield Fault(
+                name, f"{says}: {code}", one_mask, {"count": code, "guarded": False}, cost=1
+            )
         yield Fault(name, f"{says}: {code}", one_mask, {"count": code}, cost=1 + ("den, " in code))
     yield Fault(
         "padding in num and den",

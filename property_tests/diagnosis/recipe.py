@@ -34,6 +34,7 @@ class TermRecipe:
         heard: which ranks are: ``"all"``, ``"first"`` or ``"none"``.
         nan: where a count of zero gives NaN: in a ``"micro-step"``, on a ``"rank"``, or nowhere.
         rounding: the dtype that holds the count.
+        guarded: whether a count that is not positive is taken for 1, as trainers often do.
         decay: a size by which all that is accumulated is divided at each further micro-step.
         factor: sizes and their powers; sizes are ``"micro-steps"`` of the rank, ``"accumulation"``,
             ``"ranks"``, a mesh axis, ``"processes"``, ``"rows"`` and ``"columns"`` of the
@@ -50,6 +51,7 @@ class TermRecipe:
     heard: str = "all"
     nan: str = ""
     rounding: str = ""
+    guarded: bool = True
     decay: str = ""
     factor: tuple[tuple[str, int], ...] = ()
 
@@ -208,7 +210,7 @@ def _coefficients(term: TermRecipe, index: int, facts: Facts) -> Tensor:
     """What the nums of each micro-step are multiplied by, ``[R, M]``."""
     count = facts.counts[term.count][index if term.term is None else term.term]
     den = _rounded(_den(term, index, count, facts), term.rounding)
-    guarded = torch.where(den > 0, den, 1.0)  # as trainers guard a count that may be zero
+    guarded = torch.where(den > 0, den, 1.0) if term.guarded else den
     scale = (1 / guarded).expand_as(count) * facts.present
     if term.weigh:
         weight = facts.counts[term.weigh][index]
