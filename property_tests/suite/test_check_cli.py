@@ -187,6 +187,7 @@ def test_options_reach_the_check(losses, monkeypatch):
     )
     assert result.exit_code == 0, result.output
     assert [len(batch["x"]) for batch in seen.pop("batches")] == [3, 3, 2]
+    assert callable(seen.pop("progress"))
     assert seen == dict(exact=True, rtol=0.5, budget_s=3.0, max_examples=9, seed=4)
 
 
