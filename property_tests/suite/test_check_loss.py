@@ -66,6 +66,12 @@ def rounded_to(dtype):
     return loss_fn
 
 
+def every_third_quick(names):
+    """All names; two thirds of them are for the slow suite."""
+    slow = pytest.mark.slow
+    return [name if i % 3 == 0 else pytest.param(name, marks=slow) for i, name in enumerate(names)]
+
+
 RIGHT = {
     **{f"by {w}": cross_entropy(w) for w in WEIGHTINGS},
     **{f"packed by {w}": cross_entropy(w, packed=True) for w in WEIGHTINGS},
@@ -77,7 +83,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", every_third_quick(RIGHT))
 def test_right_losses_hold(name):
     report = report_loss(RIGHT[name], PARAMS, token_batches(), **FEW)
     assert [(v.law, str(v.violation)) for v in report.broken] == []
@@ -244,7 +250,7 @@ def run_code(code, **names):
     exec(code, {**names})
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", every_third_quick(FAULTS))
 def test_planted_faults_break_their_law(name):
     loss_fn, broken = FAULTS[name]
     report = report_loss(loss_fn, PARAMS, tokens().batches, **FEW)
