@@ -44,7 +44,6 @@ class Laboratory(NamedTuple):
     rtol: float | None = None
     run_where: Callable[[Callable[[World], bool]], Observation | None] = lambda condition: None
     time_is_up: Callable[[], bool] = lambda: False
-    hints: list[Candidate]
 
 
 def diagnose(

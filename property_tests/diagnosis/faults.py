@@ -364,6 +364,12 @@ def _reductions(facts: Facts) -> Iterator[Fault]:
         "Add the micro-steps up; do not assign.",
         {"adds": "last", "over": "micro-step"},
     )
+    yield Fault(
+        "last micro-step lost",
+        "the last micro-step does not arrive, and is counted all the same",
+        sum_all,
+        {"adds": "but last"},
+    )
     for lost in ("half", "1", "2", "3"):
         yield Fault(
             "first micro-steps lost",

@@ -28,7 +28,7 @@ class TermRecipe:
             ``"generation"``, ``"nothing"`` (no division).
         ranks: whose counts: ``"all"`` or ``"own"``.
         weigh: the count by which the quotients are averaged; not at all if empty.
-        adds: which micro-steps arrive: ``"all"``, ``"last"``, ``"but first n"``,
+        adds: which micro-steps arrive: ``"all"``, ``"last"``, ``"but last"``, ``"but first n"``,
             ``"but first half"``, ``"whole windows"``, ``"unreduced last"`` (that of the first rank
             alone), ``"unreduced last, not averaged"`` (while the others were, over ranks).
         heard: which ranks are: ``"all"``, ``"first"`` or ``"none"``.
@@ -268,8 +268,8 @@ def _columns(facts: Facts) -> Tensor:
 
 def _arrives(adds: str, facts: Facts) -> Tensor:
     place = torch.arange(facts.present.shape[1])
-    if adds == "last":
-        return _last(facts)
+    if adds in ("last", "but last"):
+        return _last(facts) == (adds == "last")
     if adds.startswith("unreduced last"):
         own = _first_rank(facts) & _last(facts)
         size = facts.sizes["ranks"] if adds.endswith("not averaged") else 1

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 MAX_ROWS = 6
-MAX_BATCHES = 16
 
 
 def pool_of(batches: Any, join: Callable[[Sequence[Any]], Any]) -> list[Any]:
