@@ -141,7 +141,7 @@ Mixtral plus 0.5 times the mean over micro-batches of its router loss. What "exp
 found to give the numbers on all windows that were tried. The gradient is the one that the optimizer
 gets, the logged loss what the trainer logs for the window, the evaluation loss what it reports for
 the same micro-batches before the update. Models of transformers compute the loss in float32, and
-MultiSteps averages with weights in float32 (3e-8 apart with three micro-steps), so they are
+MultiSteps was 3e-8 apart from Σnum/Σden with three micro-steps, so they are
 compared to 1e-5. With the recipe of accelerate's documentation, and in the second row of optax, the
 user counts the tokens of the window. "None found" says that no formula of the catalogue was seen to
 match in the time given. What is named in Mixtral's gradient and logged loss is said of the router's
