@@ -151,8 +151,7 @@ def _named(state: "TrainState", extra: Any) -> dict[str, Any]:
     if isinstance(params, nn.Module):
         params = _state_dict(params)
     whole = state._replace(params=params, carry=None)
-    leaves = dict(zip(tree.names(whole, "state"), tree.leaves(whole), strict=True))
-    return leaves | dict(zip(tree.names(extra, "extra"), tree.leaves(extra), strict=True))
+    return tree.named(whole, "state") | tree.named(extra, "extra")
 
 
 def _state_dict(module: nn.Module) -> dict[str, Any]:
@@ -164,8 +163,7 @@ def _module_tensors(params: Any) -> dict[str, Tensor]:
     """A module's own tensors by their names in a checkpoint, to be loaded in place."""
     if not isinstance(params, nn.Module):
         return {}
-    own = _state_dict(params)
-    return dict(zip(tree.names(own, "state.params"), tree.leaves(own), strict=True))
+    return tree.named(_state_dict(params), "state.params")
 
 
 def _tensors(leaves: dict[str, Any], function: str) -> dict[str, Tensor]:
@@ -265,8 +263,7 @@ def _require_shared(folder: Path) -> None:
 
 
 def _named_carry(owner: int, carry: Any) -> dict[str, Any]:
-    names = tree.names(carry, f"carry[{owner}]")
-    return dict(zip(names, tree.leaves(carry), strict=True))
+    return tree.named(carry, f"carry[{owner}]")
 
 
 def _carry(path: Path, reader: FileSystemReader, params: Any) -> Any:

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch.distributed as c10d
 from torch import Tensor, nn
 
 from ..pure import WindowGrad
 from ..pure.optim import Optimizer, global_norm
 from ._checkpointing import checkpointing, resumed
+from ._together import rank
 from .norm import sum_of_squares
 
 __all__ = ["Record", "TrainState", "fit", "init_state", "train_step"]
@@ -241,8 +241,7 @@ def _record(step: int, result: WindowGrad) -> Record:
 @contextmanager
 def _bar(label: str, total: int | None, show: bool) -> Iterator[Callable[..., None]]:
     """A progress bar with an estimate of the time left; what updates ``advance`` or ``said``."""
-    rank = c10d.get_rank() if c10d.is_initialized() else 0
-    if not show or rank or not find_spec("rich"):
+    if not show or rank() or not find_spec("rich"):
         yield lambda **fields: None
         return
     from rich import progress

@@ -171,9 +171,7 @@ def _count_none(
 
 def _world(params: Any, leaves: dict[str, Tensor], batch: Any) -> dict[str, Any]:
     """All that a loss function could change, by name; tensors copied."""
-    values = leaves_of(params) | dict(
-        zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True)
-    )
+    values = leaves_of(params) | tree.named(batch, "batch")
     if isinstance(params, nn.Module):
         values |= {f"params.{name}": buffer for name, buffer in params.named_buffers()}
         values |= {f"params.{n}.training": part.training for n, part in params.named_modules()}

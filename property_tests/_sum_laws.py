@@ -232,9 +232,7 @@ def den_independence(loss_fn: LossFn, params: Any, batch: Any, *, other_params: 
         "take a plan that differentiates the ratio (columns or replay)."
     )
     passed = forward(loss_fn, params, batch)
-    dens = dict(
-        zip(tree.names(passed.terms.den, "den"), tree.leaves(passed.terms.den), strict=True)
-    )
+    dens = tree.named(passed.terms.den, "den")
     wrong = [
         Difference(name, "a tensor without grad", f"grad_fn={type(den.grad_fn).__name__}")
         for name, den in dens.items()

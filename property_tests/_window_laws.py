@@ -127,8 +127,7 @@ def split_invariance(
 def results(result: Sequence[Any]) -> dict[str, Tensor]:
     """The loss and the gradients by name."""
     loss, grads = result[:2]
-    named = zip(tree.names(grads, "grads"), tree.leaves(grads), strict=True)
-    return {"loss": torch.as_tensor(loss)} | dict(named)
+    return {"loss": torch.as_tensor(loss)} | tree.named(grads, "grads")
 
 
 def _scaled(loss_fn: LossFn, num_factor: float, den_factor: float) -> LossFn:

@@ -64,17 +64,17 @@ def run(loss_fn: LossFn, params: Any, leaves: dict[str, Tensor], batch: Any) -> 
 
 def sums(passed: Forward) -> dict[str, Tensor]:
     """The sums of a forward pass by name, detached, numbers as tensors."""
-    values = _named(passed.terms.num, "num") | _named(passed.terms.den, "den")
+    values = tree.named(passed.terms.num, "num") | tree.named(passed.terms.den, "den")
     for name, terms in passed.metrics.items():
         root = f"metrics[{name!r}]"
-        values |= _named(terms.num, f"{root}.num") | _named(terms.den, f"{root}.den")
+        values |= tree.named(terms.num, f"{root}.num") | tree.named(terms.den, f"{root}.den")
     return {name: torch.as_tensor(value).detach() for name, value in values.items()}
 
 
 def backward(passed: Forward) -> dict[str, Tensor]:
     """The gradient of each numerator by each leaf, zeros where one does not depend on the other."""
     grads = {}
-    for name, num in _named(passed.terms.num, "num").items():
+    for name, num in tree.named(passed.terms.num, "num").items():
         for leaf, grad in zip(passed.leaves, _grads(num, passed.leaves), strict=True):
             grads[f"gradient of {name} by {leaf}"] = grad
     return grads
@@ -104,7 +104,7 @@ def leaves_of(params: Any) -> dict[str, Any]:
     """The leaves of a tree, or the parameters of a module, by their place as code."""
     if isinstance(params, nn.Module):
         return {f"params.{name}": leaf for name, leaf in params.named_parameters()}
-    return _named(params, "params")
+    return tree.named(params, "params")
 
 
 def add_values(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -113,10 +113,6 @@ def add_values(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     for name, value in (item for part in parts for item in part.items()):
         totals[name] = totals[name] + value if name in totals else value
     return totals
-
-
-def _named(values: Any, root: str) -> dict[str, Any]:
-    return dict(zip(tree.names(values, root), tree.leaves(values), strict=True))
 
 
 def _is_float(leaf: Any) -> bool:

@@ -93,7 +93,7 @@ def _require_sums(terms: LossTerms, root: str = "") -> None:
     dens = den_per_num(terms)
     for part, refused in (("num", (torch.float16,)), ("den", HALF)):
         value = getattr(terms, part)
-        for name, leaf in zip(tree.names(value, root + part), tree.leaves(value), strict=True):
+        for name, leaf in tree.named(value, root + part).items():
             _require_dtype(name, leaf, refused)
     names = tree.names(terms.num, f"{root}num")
     for name, num, den in zip(names, tree.leaves(terms.num), dens, strict=True):

@@ -50,7 +50,7 @@ def refuse_sharded(params: Any) -> None:
                 "window outside of transforms."
             )
         return
-    for name, leaf in zip(tree.names(params, "params"), tree.leaves(params), strict=True):
+    for name, leaf in tree.named(params, "params").items():
         if type(_unwrapped(leaf)).__name__ == "DTensor":
             raise TypeError(
                 f"window: {name} is a DTensor, whose gradient under torch.func is local to "

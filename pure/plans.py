@@ -152,8 +152,7 @@ def term_groups(
 
 def dens_with_grad(terms: LossTerms) -> list[str]:
     """The names of dens through which a gradient would flow."""
-    named = zip(tree.names(terms.den, "den"), tree.leaves(terms.den), strict=True)
-    return [name for name, leaf in named if leaf.requires_grad]
+    return [name for name, den in tree.named(terms.den, "den").items() if den.requires_grad]
 
 
 def _after_obstacle(groups: tuple[LossTerms, ...] | None, terms: LossTerms) -> str | None:
@@ -201,7 +200,7 @@ def _describe(group: LossTerms) -> str:
 
 
 def _touched(root: str, directions: Any) -> list[str]:
-    named = zip(tree.names(directions, root), tree.leaves(directions), strict=True)
+    named = tree.named(directions, root).items()
     return [name + _places(leaf) for name, leaf in named if bool((leaf != 0).any())]
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "flatten",
     "leaves",
     "map",
+    "named",
     "names",
     "structure",
     "unflatten",
@@ -65,6 +66,16 @@ def names(tree: PyTree, root: str = "") -> list[str]:
         ["num['aux'][0]", "num['aux'][1]", "num['ce']"]
     """
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
+
+
+def named(tree: PyTree, root: str = "") -> dict[str, Any]:
+    """The leaves of ``tree`` by their ``names``.
+
+    Examples:
+        >>> named({"ce": 1.0, "aux": [2.0, 3.0]}, "num")
+        {"num['aux'][0]": 2.0, "num['aux'][1]": 3.0, "num['ce']": 1.0}
+    """
+    return dict(zip(names(tree, root), leaves(tree), strict=True))
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree) -> list[Any]:
