@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..pure import tree
 from ..pure.terms import LossFn, den_per_num
-from .evaluation import Forward, backward, forward, sums
+from .evaluation import Forward, evaluate, forward
 from .mask_fields import MaskField, mask_fields, mask_out
 from .violation import Difference, LawViolation
 
@@ -112,7 +112,7 @@ def other_params(params: Any, scale: float, noise: float, seed: int = 0) -> Any:
 def _still_counted(
     loss_fn: LossFn, params: Any, batch: Any, field: MaskField
 ) -> Iterator[Difference]:
-    before = _values(loss_fn, params, batch)
+    before = evaluate(loss_fn, params, batch)
     after = _values_if_any(loss_fn, params, mask_out(batch, [field]))
     if after is None:
         return
@@ -131,7 +131,7 @@ def _counted_in_vain(
     places: Sequence[tuple[int, ...]] | None,
 ) -> Iterator[Difference]:
     leaf = tree.leaves(batch)[field.leaf]
-    before = _values(loss_fn, params, batch)
+    before = evaluate(loss_fn, params, batch)
     groups = _groups(loss_fn, params, batch)
     every = [tuple(map(int, place)) for place in (leaf != field.neutral).nonzero()]
     for place in every if places is None else places:
@@ -174,15 +174,10 @@ def _moves_elsewhere(
     return False
 
 
-def _values(loss_fn: LossFn, params: Any, batch: Any) -> dict[str, Tensor]:
-    passed = forward(loss_fn, params, batch)
-    return sums(passed) | backward(passed)
-
-
 def _values_if_any(loss_fn: LossFn, params: Any, batch: Any) -> dict[str, Tensor] | None:
     """The values; None where the function refuses a batch that is masked or moved."""
     try:
-        return _values(loss_fn, params, batch)
+        return evaluate(loss_fn, params, batch)
     except Exception:
         return None
 

@@ -64,7 +64,8 @@ Params = Annotated[
 @app.callback()
 def numden() -> None:
     """The laws of losses that are ratios of sums."""
-    torch.set_num_threads(1)  # examples are small, and threads would wait for each other
+    # Before any other thread runs: steps may fork, and threads do not survive that.
+    torch.set_num_threads(1)
 
 
 @app.command()

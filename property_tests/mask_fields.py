@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..pure import tree
-from .rows import num_rows, take_rows
+from .rows import join_rows, num_rows, take_rows
 
-__all__ = ["MaskField", "mask_fields", "mask_out", "pad_columns", "pad_rows"]
+__all__ = ["IGNORED", "MaskField", "mask_fields", "mask_out", "pad_columns", "pad_rows"]
 
 IGNORED = -100
 
@@ -43,7 +43,7 @@ def mask_fields(batch: Any) -> list[MaskField]:
         >>> [(field.name, field.kind) for field in mask_fields(batch)]
         [("batch['attention_mask']", 'attention'), ("batch['labels']", 'labels')]
     """
-    named = zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True)
+    named = tree.named(batch, "batch").items()
     found = [_field(name, index, leaf) for index, (name, leaf) in enumerate(named)]
     return [field for field in found if field is not None]
 
@@ -92,7 +92,7 @@ def pad_rows(batch: Any, num: int) -> Any:
     if not num_rows(batch):
         raise ValueError("pad_rows: needs a row to copy, got a batch of no rows.")
     padding = mask_out(take_rows(batch, [-1] * num), fields)
-    return tree.map(_join, batch, padding)
+    return join_rows([batch, padding])
 
 
 def pad_columns(batch: Any, num: int) -> Any:
@@ -124,9 +124,3 @@ def _loss_masks(batch: Any, need: int = 1) -> list[MaskField]:
             f"{tree.names(batch, 'batch')}. Give pad_row or pad_columns, (batch, n) -> batch."
         )
     return masks
-
-
-def _join(leaf: Any, padding: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.ndim:
-        return torch.cat([leaf, padding])
-    return leaf

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..pure import tree
 
-__all__ = ["batch_list", "join_rows", "num_rows", "take_rows"]
+__all__ = ["batch_list", "has_rows", "join_rows", "num_elements", "num_rows", "take_rows"]
 
 
 def batch_list(batches: Any, at_most: int = 16) -> list[Any]:
@@ -47,13 +47,37 @@ def num_rows(batch: Any) -> int:
         >>> num_rows({"x": torch.zeros(3, 2), "y": torch.zeros(3)})
         3
     """
-    sizes = {leaf.shape[0] for leaf in tree.leaves(batch) if _has_rows(leaf)}
+    sizes = {leaf.shape[0] for leaf in tree.leaves(batch) if _is_of_rows(leaf)}
     if len(sizes) != 1:
         raise ValueError(
             f"num_rows: the tensors of a batch must have one leading size, got {sorted(sizes)}. "
             "Put rows on the leading axis of each tensor."
         )
     return sizes.pop()
+
+
+def has_rows(batch: Any) -> bool:
+    """Whether the tensors of ``batch`` have one leading size.
+
+    Examples:
+        >>> has_rows({"x": torch.zeros(3, 2)}), has_rows({"x": torch.zeros(())})
+        (True, False)
+    """
+    try:
+        num_rows(batch)
+    except ValueError:
+        return False
+    return True
+
+
+def num_elements(values: Any) -> int:
+    """The number of elements of the tensors of a tree: what a reader has to read.
+
+    Examples:
+        >>> num_elements([{"x": torch.zeros(3, 2)}, {"x": torch.zeros(2)}, "no tensor"])
+        8
+    """
+    return sum(leaf.numel() for leaf in tree.leaves(values) if isinstance(leaf, Tensor))
 
 
 def take_rows(batch: Any, rows: Sequence[int]) -> Any:
@@ -66,7 +90,7 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     num_rows(batch)
 
     def take(leaf: Any) -> Any:
-        if not _has_rows(leaf):
+        if not _is_of_rows(leaf):
             return leaf
         return leaf[torch.tensor(list(rows), dtype=torch.long, device=leaf.device)]
 
@@ -87,7 +111,7 @@ def join_rows(batches: Sequence[Any]) -> Any:
 
 
 def _join(leaves: Sequence[Any]) -> Any:
-    if _has_rows(leaves[0]):
+    if _is_of_rows(leaves[0]):
         return torch.cat(list(leaves))
     if any(leaf is not leaves[0] and bool(leaf != leaves[0]) for leaf in leaves):
         raise ValueError(
@@ -97,5 +121,5 @@ def _join(leaves: Sequence[Any]) -> Any:
     return leaves[0]
 
 
-def _has_rows(leaf: Any) -> bool:
+def _is_of_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0

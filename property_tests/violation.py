@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Difference", "LawViolation", "check_equal"]
+__all__ = ["Difference", "LawViolation", "check_equal", "worst_element", "worst_place"]
 
 
 class Difference(NamedTuple):
@@ -95,6 +95,31 @@ def check_equal(
         raise LawViolation(law, rule, [*missing, *extra, *wrong], cause)
 
 
+def worst_element(difference: Difference) -> tuple[Difference, str]:
+    """Of two tensors of one shape the element that is furthest off; how many differ, in words.
+
+    Examples:
+        >>> found = Difference("num", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+        >>> worst_element(found)
+        (Difference(term='num[1]', expected=tensor(2.), got=tensor(4.)), '1 of 2 elements differ')
+    """
+    term, expected, got = difference
+    flat = torch.tensor(worst_place(expected, got))
+    worst = tuple(int(i) for i in torch.unravel_index(flat, expected.shape))
+    place = f"{term}[{', '.join(map(str, worst))}]"
+    count = f"{int((_gaps(expected, got) > 0).sum())} of {expected.numel()} elements differ"
+    return Difference(place, expected[worst], got[worst]), count
+
+
+def worst_place(expected: Tensor, got: Tensor) -> int:
+    """The index, into the flat tensors, of the elements that are furthest apart; NaN is."""
+    return int(_gaps(expected, got).argmax())
+
+
+def _gaps(expected: Tensor, got: Tensor) -> Tensor:
+    return (expected.double() - got.double()).abs().nan_to_num(nan=math.inf)
+
+
 def _agree(expected: Tensor, got: Tensor, exact: bool, rtol: float | None) -> bool:
     if expected.shape != got.shape:
         return False
@@ -120,15 +145,8 @@ def _line(difference: Difference) -> str:
         return f"  {term}: expected shape {list(expected.shape)}, got {list(got.shape)}"
     if expected.ndim == 0:
         return f"  {term}: expected {_show(expected)}, got {_show(got)}"
-    return _line_of_worst(term, expected, got)
-
-
-def _line_of_worst(term: str, expected: Tensor, got: Tensor) -> str:
-    gaps = (expected.double() - got.double()).abs().nan_to_num(nan=math.inf)
-    worst = tuple(int(i) for i in torch.unravel_index(gaps.argmax(), gaps.shape))
-    place = f"{term}[{', '.join(map(str, worst))}]"
-    count = f"{int((gaps > 0).sum())} of {gaps.numel()} elements differ"
-    return f"  {place}: expected {_show(expected[worst])}, got {_show(got[worst])} ({count})"
+    (place, expected, got), count = worst_element(difference)
+    return f"  {place}: expected {_show(expected)}, got {_show(got)} ({count})"
 
 
 def _show(value: Any) -> str:

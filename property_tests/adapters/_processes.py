@@ -135,8 +135,7 @@ def _values(result: StepResult) -> dict[str, Tensor]:
     fields = {"grads": result.grads, "params": result.params}
     values = {}
     for root, field in fields.items():
-        names = tree.names(field, root)
-        values |= dict(zip(names, map(torch.as_tensor, tree.leaves(field)), strict=True))
+        values |= {n: torch.as_tensor(leaf) for n, leaf in tree.named(field, root).items()}
     return {name: value.nan_to_num() for name, value in values.items()}
 
 

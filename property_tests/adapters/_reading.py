@@ -8,12 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from ...pure import tree
 from ..worlds.world import StepResult, World, as_result, windows_of
 from ._module import bare_name, named_params, values_of, whole
 
-__all__ = ["Loop", "OptimizerSteps", "Window", "rank_windows", "read_gradients", "read_update"]
+__all__ = [
+    "Loop",
+    "OptimizerSteps",
+    "Window",
+    "as_it_is",
+    "loader_of",
+    "rank_windows",
+    "read_gradients",
+    "read_update",
+]
 
 Loop = Callable[[Any, Any], Any]
 """``(module, window) -> loss``, or None, or what has fields ``grads`` or ``params``."""
@@ -49,6 +59,16 @@ def _window(world: World, rank: int) -> Window:
     window.accumulation = world.accumulation
     window.mesh, window.rest = world.mesh, world.rest[rank]
     return window
+
+
+def loader_of(window: Window) -> DataLoader[Any]:
+    """The micro-batches as those of a data loader, each as it is."""
+    return DataLoader(list(window), batch_size=None, collate_fn=as_it_is)  # pyright: ignore[reportArgumentType]
+
+
+def as_it_is(batch: Any) -> Any:
+    """The ``collate_fn`` for batches that are batches already."""
+    return batch
 
 
 def read_gradients(loop: Loop, module: Any, params: Any, window: Any) -> StepResult:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..worlds.world import StepResult
 from ._processes import leave_group_of_one, make_process_step
-from ._reading import Window, read_update
+from ._reading import Window, as_it_is, read_update
 
 __all__ = ["from_accelerate"]
 
@@ -95,8 +95,4 @@ def _loader(window: Window) -> Any:
     """The window as a loader that is not dealt out among ranks, as it is the share of one."""
     from accelerate.data_loader import DataLoaderShard
 
-    return DataLoaderShard(list(window), batch_size=None, collate_fn=_as_it_is)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+    return DataLoaderShard(list(window), batch_size=None, collate_fn=as_it_is)

@@ -9,12 +9,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from ..worlds.world import StepResult
 from ._module import require_micro_steps
 from ._processes import leave_group_of_one, make_process_step
-from ._reading import Window, read_update
+from ._reading import Window, loader_of, read_update
 
 __all__ = ["from_lightning"]
 
@@ -77,7 +75,7 @@ def from_lightning(
 
     def run(module: Any, params: Any, window: Window) -> StepResult:
         leave_group_of_one()
-        loader = DataLoader(list(window), batch_size=None, collate_fn=_as_it_is)  # pyright: ignore[reportArgumentType]
+        loader = loader_of(window)
         with _quiet():
             placed = {**_placed(window), **given}
             validated = _validate(make, placed, module, loader, eval_loss)
@@ -127,7 +125,3 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*have no `val_dataloader`")
         warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
         yield
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

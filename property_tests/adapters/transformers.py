@@ -7,12 +7,11 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ..worlds.world import StepResult
 from ._module import require_micro_steps
 from ._processes import leave_group_of_one, make_process_step
-from ._reading import Window, read_update
+from ._reading import Window, loader_of, read_update
 
 __all__ = ["from_trainer"]
 
@@ -105,7 +104,7 @@ def _trainer(
     from transformers.trainer_callback import PrinterCallback
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else accelerate warns, and sets more threads
-    loader = DataLoader(list(window), batch_size=None, collate_fn=_as_it_is)  # pyright: ignore[reportArgumentType]
+    loader = loader_of(window)
     backend = "gloo" if len(window.lengths) > 1 else None  # one named for one process is looked for
     ours = {"gradient_accumulation_steps": window.accumulation, "ddp_backend": backend}
     trainer = (make or Trainer)(
@@ -127,7 +126,3 @@ def _train(trainer: Any) -> StepResult:
         name: value for log in reversed(trainer.state.log_history) for name, value in log.items()
     }
     return StepResult(loss=logged.get("loss"), eval_loss=logged.get("eval_loss"))
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...pure import tree
 from ..worlds.problems import Problem
-from ..worlds.reference import Reference, leaf_names, reference_of
+from ..worlds.reference import Reference, as_tree, leaf_names, reference_of
 from ..worlds.world import StepResult, World
 from .recipe import Finish, finished
 
@@ -80,7 +80,7 @@ def observe(
         leaves = _leaves(reference, "grads")
         quantities["gradient"] = Quantity("gradient", right, got, leaves, max(eps, own))
     if result.params is not None:
-        old, _ = _flat(_values(problem.params), problem.params, "params")
+        old, _ = _flat(problem.params, problem.params, "params")
         new, own = _flat(result.params, problem.params, "params")
         leaves = _leaves(reference, "params")
         got = new - old if finish.update else (old - new) / lr
@@ -143,26 +143,19 @@ def _leaves(reference: Reference, root: str) -> tuple[Leaf, ...]:
     return tuple(leaves)
 
 
-def _values(params: Any) -> Any:
-    return dict(params.named_parameters()) if isinstance(params, nn.Module) else params
-
-
 def _flat(values: Any, params: Any, root: str) -> tuple[Tensor, float]:
     """The leaves of ``values`` that belong to the differentiable leaves of ``params``."""
-    if isinstance(values, nn.Module):
-        values = dict(values.named_parameters())
-    names, like = leaf_names(params), _values(params)
+    values = as_tree(values)
     if isinstance(values, Mapping):  # A leaf without a gradient may be missing, or None.
         values = {key: value for key, value in values.items() if value is not None}
-    got = dict(zip(tree.names(values), tree.leaves(values), strict=True))
-    known = dict(zip(tree.names(like), tree.leaves(like), strict=True))
+    got, known = tree.named(values), tree.named(as_tree(params))
     if unknown := [name for name in got if name not in known]:
         raise ValueError(
             f"check_step: {root} must be a tree like the params, got {root}{unknown[0]}, and the "
             f"params have {[f'params{name}' for name in known]}. Return one tensor for each."
         )
     eps, parts = 0.0, [torch.zeros(0, dtype=torch.float64)]
-    for name in names:
+    for name in leaf_names(params):
         leaf = got.get(name, torch.zeros_like(known[name]))
         leaf = torch.as_tensor(leaf).detach()
         if leaf.shape != known[name].shape:

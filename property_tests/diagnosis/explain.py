@@ -9,9 +9,10 @@ from torch import Tensor
 from ...pure.objective import Objective, term_mean
 from ...pure.terms import LossFn
 from ..reports.report import Diagnosis
+from ..violation import worst_place
 from ..worlds.draw import batches_of
 from ..worlds.problems import Problem
-from ..worlds.world import World, as_result
+from ..worlds.world import World, as_result, windows_of
 from .compare import Leaf, Observation, observe, wrong_leaves
 from .facts import Facts
 from .faults import Fault
@@ -81,13 +82,7 @@ def diagnose(
     problem = Problem(loss_fn, params, batches_of([]), objective)
     lab = Laboratory(problem, [], Finish(max_norm), rtol)
     runs = [
-        observe(
-            problem,
-            windows if isinstance(windows, World) else World(windows),
-            as_result(result),
-            lab.finish,
-            1.0,
-        )
+        observe(problem, windows_of(windows), as_result(result), lab.finish, lr=1.0)
         for windows, result in seen
     ]
     found: list[Diagnosis] = []
@@ -185,7 +180,7 @@ def _named(left: Sequence[Candidate], seen: Sequence[Sighting], where: str) -> D
     words = [f"{_in(at, terms)}{fault.says}" for fault, at in best.faults]
     first = seen[0]
     value = first.value(best.recipe)[first.places]
-    worst = _worst(first.expected[first.places], value)
+    worst = worst_place(first.expected[first.places], value)
     numbers = (
         f"On the window below that gives {_number(value[worst])}, where "
         f"{_number(first.expected[first.places][worst])} is right."
@@ -290,11 +285,6 @@ def _unnamed(seen: Sequence[Sighting], where: str, tried_all: bool) -> Diagnosis
 def _ratios(seen: Sighting) -> Tensor:
     expected, got = seen.expected[seen.places], seen.got[seen.places]
     return (got / expected)[expected != 0]
-
-
-def _worst(expected: Tensor, got: Tensor) -> int:
-    gap = (expected - got).abs().nan_to_num(nan=torch.inf)
-    return int(gap.argmax())
 
 
 def _number(value: Tensor) -> str:

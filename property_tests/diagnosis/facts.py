@@ -8,19 +8,35 @@ from torch import Tensor
 
 from ...pure import tree
 from ...pure.objective import TermMean
-from ..evaluation import forward
-from ..rows import num_rows, take_rows
+from ..evaluation import Forward, forward
+from ..mask_fields import MaskField, mask_fields
+from ..rows import has_rows, num_rows, take_rows
 from ..worlds.counts import counts
 from ..worlds.problems import Problem
 from ..worlds.reference import micro_batches
 from ..worlds.world import World
 
-__all__ = ["CLAMPED", "COUNTED_ROWS", "DEN", "ROOTS", "Facts", "Reading", "facts_of", "read"]
+__all__ = [
+    "CLAMPED",
+    "COUNTED_ROWS",
+    "DEN",
+    "ROOTS",
+    "Facts",
+    "Reading",
+    "facts_of",
+    "is_of_den",
+    "read",
+]
 
 DEN = "den"
 CLAMPED = "den, at least 1 in each row"
 COUNTED_ROWS = "den, rows that have one"
 ROOTS = "den, its root in each row"
+
+
+def is_of_den(name: str) -> bool:
+    """Whether a count is the den, otherwise read; others are made of the batch's own fields."""
+    return name.startswith(f"{DEN}, ")
 
 
 class Facts(NamedTuple):
@@ -57,6 +73,7 @@ class Facts(NamedTuple):
 class Reading(NamedTuple):
     """What one micro-batch adds: ``nums`` ``[K, D]`` and ``counts`` ``[K]``, by name."""
 
+    terms: tuple[str, ...]
     nums: dict[str, Tensor]
     counts: dict[str, Tensor]
     kinds: dict[str, str]
@@ -79,12 +96,11 @@ def facts_of(problem: Problem, world: World) -> Facts:
     first = next(reading for window in windows for reading in window)
     rest = [read(problem, batch) for rank in world.data_ranks for batch in world.rest[rank]]
     length = max(map(len, windows))
-    terms = _term_names(problem, world)
     nums = {name: _grid(windows, length, lambda r, n=name: r.nums[n]) for name in first.nums}
     found = {name: _grid(windows, length, lambda r, n=name: r.counts[n]) for name in first.counts}
     return Facts(
-        terms,
-        _weights(problem, len(terms)),
+        first.terms,
+        _weights(problem, len(first.terms)),
         nums,
         found,
         {n: sum((r.counts[n] for r in rest), torch.zeros_like(c)) for n, c in first.counts.items()},
@@ -101,12 +117,14 @@ def _sizes(world: World) -> dict[str, int]:
 
 def read(problem: Problem, batch: Any) -> Reading:
     """All that one micro-batch adds, and all that may be counted in it."""
-    dens, nums = _sums(problem, batch)
+    passed = forward(problem.loss_fn, problem.params, batch)
+    dens, nums = _sums_of(passed)
     found, named, kinds = {DEN: dens}, {"": nums}, {DEN: DEN}
-    for name, changed in (("unmasked", _unmasked(batch)), ("unweighted", _unweighted(batch))):
-        key = f"{DEN}, {name}"
-        found[key], named[name] = _sums(problem, changed)
-        kinds[key] = name
+    for name, masks in (("unmasked", ("mask", "attention")), ("unweighted", ("weights",))):
+        fields = [field for field in mask_fields(batch) if field.kind in masks]
+        read_so = _sums(problem, _with_ones(batch, fields)) if fields else (dens, nums)
+        found[f"{DEN}, {name}"], named[name] = read_so
+        kinds[f"{DEN}, {name}"] = name
     by_row = _rows(problem, batch)
     if by_row and _add_up([row for _, row in by_row], nums):
         dens_of_rows = torch.stack([den for den, _ in by_row])
@@ -126,12 +144,15 @@ def read(problem: Problem, batch: Any) -> Reading:
             less = f"den - ({count.code} - len(batch))"
             found[less] = dens - (count.by_row - 1).sum()
             kinds[less] = "less boundaries"
-    return Reading(named, found, kinds)
+    return Reading(_term_names(passed), named, found, kinds)
 
 
 def _sums(problem: Problem, batch: Any) -> tuple[Tensor, Tensor]:
     """The dens ``[K]`` and the nums with their gradients ``[K, D]`` of one batch."""
-    passed = forward(problem.loss_fn, problem.params, batch)
+    return _sums_of(forward(problem.loss_fn, problem.params, batch))
+
+
+def _sums_of(passed: Forward) -> tuple[Tensor, Tensor]:
     nums = [num for leaf in tree.leaves(passed.terms.num) for num in leaf.reshape(-1)]
     dens = tree.broadcast_prefix(passed.terms.den, passed.terms.num)
     sizes = [leaf.numel() for leaf in tree.leaves(passed.terms.num)]
@@ -150,10 +171,7 @@ def _with_gradient(num: Tensor, leaves: Sequence[Tensor]) -> Tensor:
 
 def _rows(problem: Problem, batch: Any) -> list[tuple[Tensor, Tensor]]:
     """The sums of each row, if there are rows and not too many of them."""
-    try:
-        size = num_rows(batch)
-    except ValueError:
-        return []
+    size = num_rows(batch) if has_rows(batch) else 0
     if size > _MAX_ROWS:
         return []
     return [_sums(problem, take_rows(batch, [row])) for row in range(size)]
@@ -170,28 +188,12 @@ def _ratio(nums: Tensor, den: Tensor) -> Tensor:
     return torch.where(den.unsqueeze(-1) > 0, nums / den.unsqueeze(-1), 0.0)
 
 
-def _unmasked(batch: Any) -> Any:
-    """``batch`` with everything counted: bool fields, and those that are called a mask."""
-    return _with_ones(batch, lambda name, leaf: leaf.dtype == torch.bool or "mask" in name)
-
-
-def _unweighted(batch: Any) -> Any:
-    """``batch`` with weights of one."""
-    return _with_ones(batch, lambda name, leaf: leaf.is_floating_point() and "weight" in name)
-
-
-def _with_ones(batch: Any, is_chosen: Callable[[str, Tensor], bool]) -> Any:
+def _with_ones(batch: Any, fields: Sequence[MaskField]) -> Any:
+    """``batch`` with everything counted, and with a weight of one."""
     leaves, structure = tree.flatten(batch)
-    named = zip(tree.names(batch), leaves, strict=True)
-    return tree.unflatten(
-        structure,
-        [
-            torch.ones_like(leaf)
-            if isinstance(leaf, Tensor) and is_chosen(name.lower(), leaf)
-            else leaf
-            for name, leaf in named
-        ],
-    )
+    for field in fields:
+        leaves[field.leaf] = torch.ones_like(leaves[field.leaf])
+    return tree.unflatten(structure, leaves)
 
 
 def _expand(den: Any, size: int) -> Tensor:
@@ -210,10 +212,8 @@ def _grid(
     return torch.stack(rows).movedim(2, 0)
 
 
-def _term_names(problem: Problem, world: World) -> tuple[str, ...]:
-    batch = next(batch for window in micro_batches(world) for batch in window)
-    num = forward(problem.loss_fn, problem.params, batch).terms.num
-    named = zip(tree.names(num), tree.leaves(num), strict=True)
+def _term_names(passed: Forward) -> tuple[str, ...]:
+    named = tree.named(passed.terms.num).items()
     return tuple(
         name.strip("[]'\"") + (f"[{place}]" if leaf.numel() > 1 else "")
         for name, leaf in named

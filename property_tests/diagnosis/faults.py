@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .facts import COUNTED_ROWS, DEN, ROOTS, Facts
+from .facts import COUNTED_ROWS, DEN, ROOTS, Facts, is_of_den
 from .recipe import Recipe, TermRecipe
 
 __all__ = ["Fault", "apply", "catalogue"]
@@ -228,7 +228,7 @@ def _counts(facts: Facts) -> Iterator[Fault]:
             yield Fault(
                 name, f"{says}: {code}", one_mask, {"count": code, "guarded": False}, cost=1
             )
-        yield Fault(name, f"{says}: {code}", one_mask, {"count": code}, cost=1 + ("den, " in code))
+        yield Fault(name, f"{says}: {code}", one_mask, {"count": code}, cost=1 + is_of_den(code))
     yield Fault(
         "padding in num and den",
         "positions that are masked elsewhere enter both the sum and the count",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..worlds.problems import Problem
 from .compare import Observation, close
-from .facts import DEN, Facts, facts_of
+from .facts import DEN, Facts, facts_of, is_of_den
 from .faults import Fault, apply, catalogue
 from .recipe import Finish, Recipe, TermRecipe, evaluator
 
@@ -152,7 +152,7 @@ def _distinct(seen: Sequence[Sighting], finish: Finish) -> list[Fault]:
     faults = catalogue(facts, clips=finish.max_norm is not None, updates=finish.update is not None)
     known: dict[tuple[Any, ...], str] = {}
     # A count of the batch's own fields says more than a den that was made up.
-    for code in sorted(facts.counts, key=lambda code: code.startswith(f"{DEN}, ")):
+    for code in sorted(facts.counts, key=is_of_den):
         key = tuple(
             tuple(each.facts.counts[code].flatten().tolist() + each.facts.rest[code].tolist())
             for each in seen

@@ -14,13 +14,12 @@ from .._mask_laws import den_of_nums
 from .._value_strategies import masks, ragged_masks
 from ..evaluation import evaluate, forward
 from ..mask_fields import MaskField, mask_fields, mask_out
-from ..rows import batch_list, num_rows, take_rows
+from ..rows import batch_list, has_rows, num_rows, take_rows
 
 __all__ = [
     "as_strategy",
     "copied",
     "fewest_rows",
-    "has_rows",
     "is_alive",
     "is_hollow",
     "pool_of",
@@ -47,15 +46,6 @@ def pool_of(batches: Any, join: Callable[[Sequence[Any]], Any]) -> list[Any]:
         except (ValueError, RuntimeError):
             return pool
     return pool
-
-
-def has_rows(batch: Any) -> bool:
-    """Whether the tensors of ``batch`` have one leading size."""
-    try:
-        num_rows(batch)
-    except (ValueError, IndexError):
-        return False
-    return True
 
 
 def as_strategy(pool: list[Any], *, ragged: bool = False) -> SearchStrategy[Any]:
@@ -100,7 +90,7 @@ def reached(loss_fn: LossFn, params: Any, batch: Any) -> frozenset[str]:
     after = evaluate(loss_fn, params, mask_out(batch, fields))
     vanished = {name for name in before if is_alive(before[name]) and not is_alive(after[name])}
     passed = forward(loss_fn, params, batch)
-    pairs = {den: nums for den, nums in den_of_nums(passed).items()}
+    pairs = den_of_nums(passed)
     pairs |= {f"metrics[{n!r}].den": [f"metrics[{n!r}].num"] for n in passed.metrics}
     found: set[str] = set()
     for den, nums in pairs.items():

@@ -14,8 +14,8 @@ from ...pure.terms import LossTerms
 from .._threads import one_thread
 from ..evaluation import evaluate
 from ..reports.report import Progress, Report, Verdict
-from ..rows import join_rows, num_rows
-from .batches import as_strategy, copied, fewest_rows, has_rows, is_hollow, pool_of, reached
+from ..rows import has_rows, join_rows, num_rows
+from .batches import as_strategy, copied, fewest_rows, is_hollow, pool_of, reached
 from .means import Mean, find_den
 from .module_remarks import kept_state
 from .outputs import as_loss_fn, call, read_output
@@ -128,8 +128,12 @@ def report_loss(
         plain,
         params,
         draws,
-        **{"join": join, "pad_row": pad_row, "pad_columns": pad_columns, "empty": empty},
-        **{"exact": exact, "rtol": rtol},
+        join=join,
+        pad_row=pad_row,
+        pad_columns=pad_columns,
+        empty=empty,
+        exact=exact,
+        rtol=rtol,
     )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     kept = kept_state(params) if isinstance(params, nn.Module) else nullcontext()

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis import given, seed
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
-from torch import Tensor
 
-from ...pure import tree
+from ..rows import num_elements
 from ..violation import LawViolation
-from ..worlds.draw import OutOfTime
+from ..worlds.draw import OutOfTime, quiet_settings
 
 __all__ = ["Found", "search"]
 
@@ -99,7 +98,7 @@ def _search_round(
 ) -> bool:
     """Run Hypothesis once; whether the time was over before it was done."""
     try:
-        seed(random_seed)(_settings(max_examples)(given(examples)(body)))()
+        seed(random_seed)(quiet_settings(max_examples)(given(examples)(body)))()
     except OutOfTime:
         return True
     except Unsatisfiable:
@@ -123,7 +122,7 @@ class _Record:
         if not self.last:
             self.calls_at_first = self.calls
         self.last[kind] = (example, error)
-        size = _size(example)
+        size = num_elements(example)
         if kind not in self.smallest or size <= self.smallest[kind][0]:
             self.smallest[kind] = (size, example, error)
 
@@ -133,33 +132,3 @@ class _Record:
         kind = next(iter(self.last))  # Of the failure that was met first.
         example, error = self.smallest[kind][1:] if ran_out else self.last[kind]
         return Found(self.calls_at_first, error, example, ran_out)
-
-
-def _settings(max_examples: int) -> settings:
-    return settings(
-        max_examples=max_examples,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        print_blob=False,
-        report_multiple_bugs=False,
-        verbosity=Verbosity.quiet,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=_HEALTH_CHECKS,
-    )
-
-
-_HEALTH_CHECKS = [
-    HealthCheck.data_too_large,
-    HealthCheck.differing_executors,
-    HealthCheck.filter_too_much,
-    HealthCheck.large_base_example,
-    HealthCheck.nested_given,
-    HealthCheck.too_slow,
-]
-
-
-def _size(example: Any) -> int:
-    """The number of elements: what a reader has to read."""
-    leaves = [leaf for leaf in tree.leaves(example) if isinstance(leaf, Tensor)]
-    return sum(leaf.numel() for leaf in leaves)

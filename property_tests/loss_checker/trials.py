@@ -12,9 +12,9 @@ from .._window_strategies import windows
 from ..evaluation import forward, sums
 from ..mask_fields import mask_fields, mask_out, pad_columns, pad_rows
 from ..reports.code import Verbatim
-from ..rows import join_rows, num_rows, take_rows
+from ..rows import has_rows, join_rows, num_rows, take_rows
 from ..violation import LawViolation
-from .batches import has_rows, is_alive, is_hollow
+from .batches import is_alive, is_hollow
 from .trial import EFFECTS, Skip, Subject, Trial
 
 __all__ = ["LAWS", "trials"]

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...pure import tree
 from ..evaluation import forward, sums
 from ..reports.report import Verdict
-from ..rows import num_rows
+from ..rows import has_rows, num_elements, num_rows
 from ..violation import Difference, LawViolation
-from .batches import has_rows
 from .module_remarks import drawing_parts, mixing_parts, tracking_parts
 from .search import Found, search
 from .trial import Skip, Subject, Trial
@@ -141,8 +139,7 @@ def _place(error: BaseException) -> str:
 
 
 def _code(trial: Trial, subject: Subject, example: tuple[Any, ...]) -> str:
-    leaves = [leaf for leaf in tree.leaves(example) if isinstance(leaf, Tensor)]
-    if sum(leaf.numel() for leaf in leaves) > MAX_ELEMENTS:
+    if num_elements(example) > MAX_ELEMENTS:
         return ""
     return trial.as_code(subject, example)
 

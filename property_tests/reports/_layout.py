@@ -5,10 +5,9 @@ from fractions import Fraction
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..violation import Difference
+from ..violation import Difference, worst_element
 from .report import Diagnosis, Report, Verdict
 
 __all__ = [
@@ -143,6 +142,7 @@ def row_of(difference: Difference) -> Row:
     """A difference as numbers and words.
 
     Examples:
+        >>> import torch
         >>> row_of(Difference("grads['w']", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
         Row(term="grads['w'][1]", expected=2.0, got=4.0, note='1 of 2 elements differ')
         >>> row_of(Difference("num", torch.tensor([1.0]), torch.tensor([[1.0]])))
@@ -155,11 +155,8 @@ def row_of(difference: Difference) -> Row:
         return Row(term, f"shape {list(expected.shape)}", f"shape {list(got.shape)}")
     if expected.ndim == 0:
         return Row(term, _plain(expected), _plain(got))
-    gaps = (expected.double() - got.double()).abs().nan_to_num(nan=math.inf)
-    worst = tuple(int(i) for i in torch.unravel_index(gaps.argmax(), gaps.shape))
-    place = f"{term}[{', '.join(map(str, worst))}]"
-    note = f"{int((gaps > 0).sum())} of {gaps.numel()} elements differ"
-    return Row(place, _plain(expected[worst]), _plain(got[worst]), note)
+    (place, expected, got), note = worst_element(difference)
+    return Row(place, _plain(expected), _plain(got), note)
 
 
 def ratio_of(row: Row) -> float | None:

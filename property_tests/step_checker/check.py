@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...pure import tree
 from ...pure.objective import Objective, term_mean
@@ -19,9 +19,10 @@ from ..diagnosis.compare import Observation
 from ..diagnosis.formulas import Candidate
 from ..diagnosis.recipe import Finish
 from ..reports.report import Progress, Report, Verdict
+from ..rows import has_rows
 from ..worlds.draw import batches_of, drawn, step_worlds, tiled
 from ..worlds.problems import Problem, tokens
-from ..worlds.reference import reference_of
+from ..worlds.reference import as_tree, reference_of
 from ..worlds.world import Step, World
 from .run import Deadline, Runner
 from .runs import all_runs, first_runs
@@ -190,8 +191,7 @@ def _meshes(
 
 def _update_of(optimizer: Optimizer, params: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """What one update makes of a gradient and of a change so far, in vectors of all leaves."""
-    values = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
-    leaves, structure = tree.flatten(values)
+    leaves, structure = tree.flatten(as_tree(params))
     start = torch.cat([leaf.detach().double().reshape(-1) for leaf in leaves])
 
     def shaped(vector: Tensor) -> Any:
@@ -213,10 +213,8 @@ def _with_many_tokens(problem: Problem, tried: Sequence[World]) -> list[World]:
         count = int(reference_of(problem, world).dens[0].sum())
         times = [n for n in range(1, 2 + 600 // count) if _is_rounded(n * count)]
         if times:
-            try:
-                return [tiled(world, times[0])]
-            except ValueError:  # A batch without rows.
-                return []
+            batches = [batch for window in world for batch in window]
+            return [tiled(world, times[0])] if all(map(has_rows, batches)) else []
     return []
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from ...pure import tree
 from ..diagnosis.compare import Leaf, Quantity
 from ..evaluation import forward
-from ..worlds.counts import IGNORED
+from ..mask_fields import MaskField, mask_fields, mask_out
+from ..violation import worst_place
 from ..worlds.problems import Problem
 from ..worlds.world import World
 
@@ -49,7 +50,7 @@ def as_example(problem: Problem, world: World, quantity: Quantity | None, leaf: 
 def worst_of(quantity: Quantity, leaf: Leaf) -> tuple[str, float, float]:
     """The name of the worst element of a leaf, and what is expected and got there."""
     expected, got = quantity.expected[leaf.place], quantity.got[leaf.place]
-    worst = int((expected - got).abs().nan_to_num(nan=torch.inf).argmax())
+    worst = worst_place(expected, got)
     name = leaf.name if len(expected) == 1 else f"{leaf.name}, element {worst} of {len(expected)}"
     return name, float(expected[worst]), float(got[worst])
 
@@ -88,33 +89,26 @@ def _nums(problem: Problem, batch: Any) -> list[float] | None:
 
 def _counted(batch: Any) -> Tensor | None:
     """The places ``[n, 2]`` that a mask or a label of the batch lets through."""
-    fields = [_passes(leaf) for leaf in tree.leaves(batch) if _is_mask(leaf)]
-    if not fields or any(field.shape != fields[0].shape for field in fields):
+    leaves = tree.leaves(batch)
+    counted = [leaves[field.leaf] != field.neutral for field in _loss_fields(batch)]
+    if not counted or any(each.shape != counted[0].shape for each in counted):
         return None
-    return torch.stack(fields).any(0).nonzero()
+    return torch.stack(counted).any(0).nonzero()
 
 
 def _only(batch: Any, place: list[int]) -> Any:
     """``batch`` with all masked but one place."""
-
-    def mask(leaf: Any) -> Any:
-        if not _is_mask(leaf):
-            return leaf
-        here = torch.zeros_like(leaf, dtype=torch.bool)
-        here[tuple(place)] = True
-        return leaf & here if leaf.dtype == torch.bool else torch.where(here, leaf, IGNORED)
-
-    return tree.map(mask, batch)
+    fields = _loss_fields(batch)
+    others = torch.ones_like(tree.leaves(batch)[fields[0].leaf], dtype=torch.bool)
+    others[tuple(place)] = False
+    return mask_out(batch, fields, others)
 
 
-def _passes(leaf: Tensor) -> Tensor:
-    return leaf if leaf.dtype == torch.bool else leaf != IGNORED
-
-
-def _is_mask(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.ndim != 2:
-        return False
-    return leaf.dtype == torch.bool or bool((leaf == IGNORED).any())
+def _loss_fields(batch: Any) -> list[MaskField]:
+    """The fields ``[B, T]`` that say which positions are scored."""
+    leaves = tree.leaves(batch)
+    fields = [field for field in mask_fields(batch) if field.kind in ("labels", "mask")]
+    return [field for field in fields if leaves[field.leaf].ndim == 2]
 
 
 def _show(value: Any) -> str:

@@ -5,13 +5,14 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...pure import tree
 from ..diagnosis.compare import Observation, observe
 from ..diagnosis.recipe import Finish
 from ..violation import Difference
 from ..worlds.problems import Problem
+from ..worlds.reference import as_tree
 from ..worlds.world import Step, StepResult, World, as_result
 from ._time_limit import time_limit
 
@@ -71,13 +72,13 @@ class Runner(NamedTuple):
             raise StepFailed("the step returned None, and no gradient, params or loss.")
         return result
 
-    def side_effects(self, world: World) -> list[Difference]:
-        """What a run changes of the params and batches that it is given."""
+    def watched(self, world: World) -> tuple[StepResult, list[Difference]]:
+        """A result, and what the run changed of the params and batches that it was given."""
         params = copy.deepcopy(self.problem.params)
         before = _values(params, world)
-        self.call(world, params)
+        result = self.call(world, params)
         after = _values(params, world)
-        return [
+        return result, [
             Difference(name, value, after.get(name, "none"))
             for name, value in before.items()
             if not _same(value, after.get(name))
@@ -85,13 +86,10 @@ class Runner(NamedTuple):
 
 
 def _values(params: Any, world: World) -> dict[str, Any]:
-    if isinstance(params, nn.Module):
-        params = dict(params.named_parameters())
-    named = dict(zip(tree.names(params, "params"), tree.leaves(params), strict=True))
+    named = tree.named(as_tree(params), "params")
     for rank, window in enumerate(world):
         for index, batch in enumerate(window):
-            names = tree.names(batch, f"world[{rank}][{index}]")
-            named |= dict(zip(names, tree.leaves(batch), strict=True))
+            named |= tree.named(batch, f"world[{rank}][{index}]")
     return {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in named.items()}
 
 

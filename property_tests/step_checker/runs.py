@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...pure import tree
 from ..diagnosis.compare import Observation, close
 from ..reports.report import Diagnosis, Verdict
-from ..violation import Difference, LawViolation
-from ..worlds.world import World
+from ..violation import Difference, LawViolation, worst_place
+from ..worlds.reference import as_tree
+from ..worlds.world import StepResult, World
 from .example import as_example
 from .run import StepFailed
 from .smallest import Search
@@ -29,11 +30,13 @@ def first_runs(search: Search, tried: Sequence[World]) -> list[Verdict]:
     failures = []
     for world in sorted(tried, key=_num_batches)[:_NUM_TRIES]:
         try:
-            search.runner(world)
+            first = search.runner(world)
         except StepFailed as failure:
             failures.append((world, failure))
             continue
-        return [_purity(search, world), _dtypes(search, world), _repeats(search, world, tried)]
+        result, changed = search.runner.watched(world)
+        params = search.runner.problem.params
+        return [_purity(changed), _dtypes(params, result), _repeats(search, first, tried)]
     world, failure = failures[0]
     return [_failed(search, world, f"{failure}", "failed")]
 
@@ -80,8 +83,7 @@ def _failed(search: Search, world: World, words: str, status: Any) -> Verdict:
     return Verdict("runs", status, words, violation if status == "broken" else None, example)
 
 
-def _purity(search: Search, world: World) -> Verdict:
-    changed = search.runner.side_effects(world)
+def _purity(changed: Sequence[Difference]) -> Verdict:
     if not changed:
         return Verdict("purity", "holds", "params and batches stay as they are")
     return Verdict(
@@ -98,15 +100,12 @@ def _purity(search: Search, world: World) -> Verdict:
     )
 
 
-def _dtypes(search: Search, world: World) -> Verdict:
-    params = search.runner.problem.params
-    values = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
-    like = dict(zip(tree.names(values), tree.leaves(values), strict=True))
-    result = search.runner.call(world, _copied(params))
+def _dtypes(params: Any, result: StepResult) -> Verdict:
+    like = tree.named(as_tree(params))
     wrong = [
         Difference(f"{root}{name}", f"{like[name].dtype}", f"{leaf.dtype}")
         for root, given in (("grads", result.grads), ("params", result.params))
-        for name, leaf in _named(given)
+        for name, leaf in tree.named(as_tree(given)).items()
         if isinstance(leaf, Tensor) and name in like and _is_coarser(leaf, like[name])
     ]
     if not wrong:
@@ -123,22 +122,11 @@ def _is_coarser(leaf: Tensor, like: Tensor) -> bool:
     return torch.finfo(leaf.dtype).eps > torch.finfo(like.dtype).eps
 
 
-def _named(values: Any) -> list[tuple[str, Any]]:
-    if values is None or isinstance(values, nn.Module):
-        return []
-    return list(zip(tree.names(values), tree.leaves(values), strict=True))
-
-
-def _copied(params: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(params)
-
-
-def _repeats(search: Search, world: World, tried: Sequence[World]) -> Verdict:
-    """Whether a window gives the same after another window as before."""
-    runs = [search.runner(world), _first_that_runs(search, tried), *map(search.runner, [world] * 2)]
-    for name, quantity in runs[0].quantities.items():
+def _repeats(search: Search, first_run: Observation, tried: Sequence[World]) -> Verdict:
+    """Whether a window gives the same after other windows as it gave first."""
+    world = first_run.world
+    runs = [first_run, _first_that_runs(search, tried), *map(search.runner, [world] * 2)]
+    for name, quantity in first_run.quantities.items():
         if any(name not in each.quantities for each in runs):
             continue
         first, between, again, once_more = [each.quantities[name].got for each in runs]
@@ -146,7 +134,7 @@ def _repeats(search: Search, world: World, tried: Sequence[World]) -> Verdict:
             continue
         grows = close(again - between, once_more - again, quantity.eps, search.rtol)
         lags = close(between, again, quantity.eps, search.rtol)
-        worst = int((first - again).abs().nan_to_num(nan=torch.inf).argmax())
+        worst = worst_place(first, again)
         diagnosis = _LEFT_OVER if grows or lags else _DEPENDS
         return Verdict(
             "repeatability",

@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import torch
 from hypothesis.strategies import SearchStrategy
-from torch import Tensor
 
-from ...pure import tree
 from ..diagnosis.compare import Observation, wrong_leaves
 from ..reports.report import Progress
-from ..rows import num_rows, take_rows
+from ..rows import has_rows, num_elements, num_rows, take_rows
 from ..worlds.draw import OutOfTime, first_that
 from ..worlds.problems import Problem
 from ..worlds.reference import reference_of
@@ -74,8 +72,6 @@ def smallest_wrong(search: Search, name: str) -> Observation | None:
     """The smallest world on which the quantity is wrong, run once more."""
 
     def is_wrong(world: World) -> bool:
-        if not counts_something(search.runner.problem, world):
-            return False
         try:
             quantity = search.runner(world).quantities.get(name)
         except StepFailed:
@@ -94,7 +90,7 @@ def _with_less(search: Search, world: World, is_wrong: Callable[[World], bool]) 
         _without_a_row(world),
     )
     for smaller in chain(*parts):
-        if is_wrong(smaller):
+        if counts_something(search.runner.problem, smaller) and is_wrong(smaller):
             return _with_less(search, smaller, is_wrong)
     return world
 
@@ -115,10 +111,7 @@ def _without_a_micro_step(world: World) -> Iterator[World]:
 def _without_a_row(world: World) -> Iterator[World]:
     for rank in world.data_ranks if len(world) == len(world.data_ranks) else ():
         for index, batch in enumerate(world[rank]):
-            try:
-                rows = range(num_rows(batch))
-            except ValueError:
-                continue
+            rows = range(num_rows(batch) if has_rows(batch) else 0)
             for row in rows if len(rows) > 1 else ():
                 windows = [list(window) for window in world]
                 windows[rank][index] = take_rows(batch, [each for each in rows if each != row])
@@ -127,6 +120,5 @@ def _without_a_row(world: World) -> Iterator[World]:
 
 def size_of(seen: Observation) -> tuple[int, int, int]:
     """The size of a world: its ranks, micro-steps and numbers."""
-    leaves = [leaf for window in seen.world for batch in window for leaf in tree.leaves(batch)]
-    numel = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-    return len(seen.world), sum(map(len, seen.world)), numel
+    batches = [batch for window in seen.world for batch in window]
+    return len(seen.world), len(batches), num_elements(batches)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ...pure import tree
+from ..mask_fields import IGNORED
 
 __all__ = ["Count", "counts"]
-
-IGNORED = -100
 
 
 class Count(NamedTuple):
@@ -48,7 +47,7 @@ def counts(batch: Any) -> list[Count]:
     """
     fields = [
         (name, leaf)
-        for name, leaf in zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True)
+        for name, leaf in tree.named(batch, "batch").items()
         if isinstance(leaf, Tensor) and leaf.ndim in (1, 2)
     ]
     if not fields:

@@ -1,18 +1,27 @@
 """Worlds to try a step on, and searches among them."""
 
+import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import HealthCheck, Phase, Verbosity, find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from ..rows import batch_list, num_rows, take_rows
+from ..rows import batch_list, has_rows, num_rows, take_rows
 from .world import REPLICATED, World
 
-__all__ = ["OutOfTime", "batches_of", "drawn", "first_that", "step_worlds", "tiled"]
+__all__ = [
+    "OutOfTime",
+    "batches_of",
+    "drawn",
+    "first_that",
+    "quiet_settings",
+    "step_worlds",
+    "tiled",
+]
 
 T = TypeVar("T")
 
@@ -40,7 +49,7 @@ def step_worlds(
         uneven: whether ranks may differ in their number of micro-steps, down to none.
     """
     mesh = draw(meshes)
-    num_data = _num_data_ranks(mesh)
+    num_data = math.prod(size for axis, size in mesh.items() if axis not in REPLICATED)
     length = draw(st.integers(1, max_micro_steps))
     lengths = [length] * num_data
     if uneven:
@@ -51,21 +60,12 @@ def step_worlds(
     return _spread(windows, rest, mesh, accumulation)
 
 
-def _num_data_ranks(mesh: dict[str, int]) -> int:
-    size = 1
-    for axis, length in mesh.items():
-        size *= 1 if axis in REPLICATED else length
-    return size
-
-
 def _spread(
     windows: Sequence[Any], rest: Sequence[Any], mesh: dict[str, int], accumulation: int
 ) -> World:
     """The windows of the data ranks, and copies of them on the ranks that see the same data."""
-    size = 1
-    for length in mesh.values():
-        size *= length
-    places = World([()] * size, mesh=mesh, accumulation=0).coordinates
+    empty = [()] * math.prod(mesh.values())
+    places = World(empty, mesh=mesh, accumulation=0).coordinates
     data = [tuple(v for axis, v in place.items() if axis not in REPLICATED) for place in places]
     index = {place: i for i, place in enumerate(dict.fromkeys(data))}
     return World(
@@ -84,10 +84,9 @@ def batches_of(batches: Any) -> SearchStrategy[Any]:
 
 
 def _some_rows(batch: Any) -> SearchStrategy[Any]:
-    try:
-        size = num_rows(batch)
-    except ValueError:
+    if not has_rows(batch):
         return st.just(batch)
+    size = num_rows(batch)
     rows = st.lists(st.integers(0, size - 1), min_size=1, max_size=min(size, 4), unique=True)
     return rows.map(lambda rows: take_rows(batch, rows))
 
@@ -139,28 +138,34 @@ def first_that(
         return found
 
     try:
-        return find(
-            strategy, recorded, settings=_settings(max_examples), random=random.Random(seed)
-        )
+        chosen = quiet_settings(max_examples)
+        return find(strategy, recorded, settings=chosen, random=random.Random(seed))
     except NoSuchExample:
         return None
     except OutOfTime:
         return met[-1] if met else None
 
 
-_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-
-
-def _settings(max_examples: int) -> settings:
+def quiet_settings(max_examples: int) -> settings:
+    """Settings of a search that prints nothing, keeps nothing, and is as slow as it is."""
     return settings(
         max_examples=max_examples,
         database=None,
         deadline=None,
-        suppress_health_check=_SLOW_IS_FINE,
-        phases=(Phase.generate, Phase.shrink),
+        derandomize=False,
+        print_blob=False,
+        report_multiple_bugs=False,
+        verbosity=Verbosity.quiet,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=_HEALTH_CHECKS,
     )
 
 
-def all_batches(world: Iterable[Iterable[Any]]) -> list[Any]:
-    """All micro-batches of a world, rank by rank."""
-    return [batch for window in world for batch in window]
+_HEALTH_CHECKS = [
+    HealthCheck.data_too_large,
+    HealthCheck.differing_executors,
+    HealthCheck.filter_too_much,
+    HealthCheck.large_base_example,
+    HealthCheck.nested_given,
+    HealthCheck.too_slow,
+]

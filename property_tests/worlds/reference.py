@@ -12,7 +12,7 @@ from ..evaluation import Forward, forward
 from .problems import Problem
 from .world import World
 
-__all__ = ["Reference", "leaf_names", "micro_batches", "reference_of"]
+__all__ = ["Reference", "as_tree", "leaf_names", "micro_batches", "reference_of"]
 
 
 class Reference(NamedTuple):
@@ -60,11 +60,16 @@ def micro_batches(world: World) -> list[Sequence[Any]]:
     return [world[rank] for rank in world.data_ranks]
 
 
+def as_tree(params: Any) -> Any:
+    """A pytree as it is; the parameters of a module by their names."""
+    return dict(params.named_parameters()) if isinstance(params, nn.Module) else params
+
+
 def leaf_names(params: Any) -> list[str]:
     """The place of each differentiable leaf as code, behind the name of the tree."""
     if isinstance(params, nn.Module):
         return [f"[{name!r}]" for name, leaf in params.named_parameters() if leaf.requires_grad]
-    named = zip(tree.names(params), tree.leaves(params), strict=True)
+    named = tree.named(params).items()
     return [name for name, leaf in named if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["REPLICATED", "Step", "StepResult", "World", "as_result"]
+__all__ = ["REPLICATED", "Step", "StepResult", "World", "as_result", "windows_of"]
 
 REPLICATED = ("tp", "pp")
 """Mesh axes whose ranks see the same data; on any other axis each rank has data of its own."""
