@@ -14,6 +14,10 @@ from .checkpoint import latest as latest
 from .checkpoint import load as load
 from .checkpoint import save as save
 from .fsdp import sum_gradients as sum_gradients
+from .layout import By as By
+from .layout import ReductionTable as ReductionTable
+from .layout import Rule as Rule
+from .layout import explain_reduction as explain_reduction
 from .norm import sum_of_squares as sum_of_squares
 from .sharding import gather as gather
 from .sharding import shard as shard

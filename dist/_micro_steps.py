@@ -1,6 +1,6 @@
-"""The micro-steps of an FSDP2 module, whose passes are the same number on all ranks."""
+"""Micro-steps that ranks run together: the same number on all of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,14 +80,17 @@ def _padded(batches: list[Any], filler: list[Any], num_idle: int) -> list[MicroS
     return [MicroStep(batch, i < len(batches), i == last) for i, batch in enumerate(padded)]
 
 
-def neutral_when_idle(loss_fn: LossFn, module: Any, *, reduce_each: bool) -> LossFn:
+def neutral_when_idle(
+    loss_fn: LossFn, on_step: Callable[[MicroStep], None] | None = None
+) -> LossFn:
     """The loss function on ``MicroStep``s: an idle one gives sums of zero and zero gradients.
 
-    It also tells the module when to reduce: in the last micro-step, or in each.
+    ``on_step`` is called before each.
     """
 
     def loss_terms(params: Any, step: MicroStep) -> Any:
-        module.set_requires_gradient_sync(step.last or reduce_each)
+        if on_step:
+            on_step(step)
         sums = loss_fn(params, step.batch)
         _require_graph(sums)
         return sums if step.live else tree.map(lambda leaf: leaf * 0, sums)
@@ -101,6 +104,7 @@ def _require_graph(sums: Any) -> None:
     attached = any(isinstance(num, Tensor) and num.requires_grad for num in nums)
     if torch.is_grad_enabled() and not attached:
         raise TermStructureError(
-            "loss_fn: with an FSDP2 module each micro-step must have a backward pass, got nums "
-            "that do not depend on params. Sum over no tokens rather than return a constant."
+            "loss_fn: with an FSDP2 module or in lockstep each micro-step must have a backward "
+            "pass, got nums that do not depend on params. Sum over no tokens rather than return a "
+            "constant."
         )

@@ -9,6 +9,7 @@ loss, grads, terms, metrics = finish(carry, params)
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,13 @@ from ..pure._carry import Spec
 from ..pure._finish import finish as finish_on_rank
 from ..pure._status import OnEmpty
 from ..pure.plans import require_known
+from ._data_axes import DataAxes, data_axes
 from ._ranks import data_group
+from ._sum_partial import sum_partial
 from ._whole_window import empty_window
-from .reduction import WindowCollectives, sum_replicated
-from .sharding import gather, is_sharded, sum_to_shards
+from .layout import reduction_rules
+from .reduction import WindowCollectives
+from .sharding import gather, is_sharded, scatter
 
 __all__ = ["Accumulator", "accumulator"]
 
@@ -106,8 +110,9 @@ def accumulator(
     )
 
     def finish(carry: Carry, params: Any) -> WindowGrad:
-        ranks = data_group(mesh, group)
-        return on_rank.finish(carry) if ranks is None else _finish(spec, carry, params, ranks)
+        if data_group(mesh, group) is None:
+            return on_rank.finish(carry)
+        return _finish(spec, carry, params, data_axes(mesh, group))
 
     return Accumulator(
         lambda params: on_rank.init(_gathered(params)),
@@ -120,9 +125,10 @@ def _gathered(params: Any) -> Any:
     return gather(params) if is_sharded(params) else params
 
 
-def _finish(spec: Spec, carry: Carry, params: Any, ranks: c10d.ProcessGroup) -> WindowGrad:
-    reduce = sum_to_shards(params, ranks) if is_sharded(params) else sum_replicated(ranks)
-    collectives = WindowCollectives(ranks, reduce, on_empty=spec.on_empty)
+def _finish(spec: Spec, carry: Carry, params: Any, axes: DataAxes) -> WindowGrad:
+    to_shards = partial(scatter, like=params) if is_sharded(params) else None
+    reduce = sum_partial(reduction_rules(params, axes), axes, first=to_shards)
+    collectives = WindowCollectives(axes.group, reduce, on_empty=spec.on_empty)
     whole = carry.grads[0]
     try:
         if carry.sums is None:

@@ -62,6 +62,9 @@ def sum_gradients(module: nn.Module) -> nn.Module:
                     "cannot sum here. Use torch >= 2.10."
                 )
             getattr(each, name)(value)
+        if hasattr(each, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+            # Or a parameter that one rank alone leaves out keeps the others waiting for it.
+            each.set_reduce_scatter_unused_params(True, recurse=False)
     return module
 
 

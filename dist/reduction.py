@@ -10,21 +10,19 @@ takes part, with zeros and a flag, so that no rank waits for it in vain; then al
 same error.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..pure import Reduction, TermStructureError, tree
 from ..pure._status import OnEmpty
 from ._packed import Packed, fits, header, pack, reduce_rest, skeleton, unpack
 from ._ranks import Report, gather_reports, group_device, report_of
 
-__all__ = ["ReduceGrads", "WindowCollectives", "sum_replicated"]
+__all__ = ["ReduceGrads", "WindowCollectives"]
 
 ReduceGrads = Callable[[Any, Tensor], Any]
 """``(grads, flag) -> grads``: both summed over ranks, the flag in place."""
@@ -196,35 +194,3 @@ def _text(sums: list[tuple[str, list[int]]]) -> str:
     return ", ".join(
         f"{name.removeprefix('[0].').removeprefix('terms.')}{shape or ''}" for name, shape in own
     )
-
-
-def sum_replicated(group: c10d.ProcessGroup) -> ReduceGrads:
-    """Sum gradients of replicated parameters in place: one coalesced all-reduce for each dtype."""
-
-    def reduce(grads: Any, flag: Tensor) -> Any:
-        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for leaf in tree.leaves(grads):
-            by_dtype[leaf.dtype].append(_own_part(leaf, group))
-        # In the dtype of gradients the flag costs no collective of its own.
-        rider = flag.to(next(iter(by_dtype.values()))[0]) if by_dtype else flag
-        by_dtype[rider.dtype].append(rider)
-        for tensors in by_dtype.values():
-            group.allreduce_coalesced(tensors, c10d.AllreduceCoalescedOptions()).wait()
-        flag.copy_(rider)
-        return grads
-
-    return reduce
-
-
-def _own_part(leaf: Tensor, group: c10d.ProcessGroup) -> Tensor:
-    """This rank's part of a leaf that tensor parallelism has cut; other leaves whole."""
-    if not isinstance(leaf, DTensor):
-        return leaf
-    ranks = c10d.get_process_group_ranks(group)
-    if len(set(leaf.device_mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
-        raise ValueError(
-            "window_grad: DTensors of a module must lie across the ranks of the window, got one on "
-            f"ranks {leaf.device_mesh.mesh.flatten().tolist()} for a window over {ranks}: DTensor "
-            "sums its gradient itself. Give window_grad the mesh of the data dimensions alone."
-        )
-    return leaf.to_local()

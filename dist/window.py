@@ -1,10 +1,12 @@
 """The loss of a window and its gradient over ranks: ``numden.pure``'s, with a reduction."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as c10d
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,13 +17,21 @@ from ..pure._transforms import inside
 from ..pure.plans import DenFn, require_known
 from ..pure.window import run
 from ..pure.window import window_value as window_value_of_one_rank
+from ._data_axes import data_axes
 from ._fsdp_window import fsdp_value, fsdp_window, is_fsdp
+from ._gathering import gathering
+from ._lockstep import lockstep_value, lockstep_window
 from ._ranks import data_group
+from ._sum_partial import sum_partial
 from ._whole_window import whole_value, whole_window
-from .reduction import sum_replicated
-from .sharding import gather, is_sharded, sum_to_shards
+from .layout import reduction_rules
+from .sharding import gather as gather_shards
+from .sharding import is_sharded, local, scatter, wrap
 
-__all__ = ["window_grad", "window_value"]
+__all__ = ["Gather", "window_grad", "window_value"]
+
+Gather = Literal["window", "micro-step"]
+"""When functional shards are gathered."""
 
 
 def window_grad(
@@ -34,6 +44,9 @@ def window_grad(
     den_fn: DenFn | None = None,
     accumulate_dtype: torch.dtype | None = None,
     on_empty: OnEmpty = "raise",
+    owned_over: str | Sequence[str] = (),
+    gather: Gather = "window",
+    lockstep: bool = False,
     equal_steps: bool = False,
 ) -> Callable[[Any, Iterable[Any]], WindowGrad]:
     """The loss of a window over all ranks and its gradient: ``(params, window) -> WindowGrad``.
@@ -45,7 +58,7 @@ def window_grad(
 
     Ranks may have different numbers of micro-steps, also none. When a loss function raises on one
     rank, or ranks return different terms, all ranks raise the same error in this window, and the
-    next window is a good one. (Where a rank raises within the passes of an FSDP2 module, its peers
+    next window is a good one. (Where a rank raises within a pass that runs in lockstep, its peers
     wait for what it cannot send any more: it ends the process groups, and its own process should
     end by the error that it raises. The others then raise the same one.)
 
@@ -53,16 +66,25 @@ def window_grad(
         loss_fn: ``(params, batch) -> LossTerms`` or ``(LossTerms, metrics)``, of this rank's tokens
             alone: no collective, no factor of the number of ranks.
         objective: the pure function f from total terms to the scalar loss.
-        mesh: the ranks over which tokens are split (data, and sequence where it is split), all
-            dimensions of it.
+        mesh: the ranks over which tokens are split, all dimensions of it: those of the data, of
+            experts, and of the sequence where it is split; not those of tensor parallelism.
+            ``explain_reduction`` says who sums which gradient over which of them.
         group: the same as a process group; all ranks where neither is given.
         plan: see ``numden.pure.window_grad``. "auto" prefers "replay" to "columns" for an FSDP2
             module, which would have to reduce in each micro-step.
         den_fn: ``(batch) -> den``, for plan "before".
         accumulate_dtype: of the gradients, while they are accumulated and summed.
         on_empty: "raise", "zero" or "skip", decided by the totals over ranks.
-        equal_steps: all ranks are known to have as many micro-steps; saves an FSDP2 module the
-            small all-reduce of their counts.
+        owned_over: names of mesh dimensions along which parameters that are cut (DTensors) belong
+            to the rank that has them, as experts do: ``loss_fn`` gets that part, or finds it in
+            the module, and brings the tokens to it. Their gradients are whole there.
+        gather: functional shards are gathered once in a "window", or in each "micro-step", where
+            no rank holds a whole gradient.
+        lockstep: ``loss_fn`` has collectives of its own. Then ranks are given as many micro-steps,
+            of which those without a batch repeat one with sums of zero. So it is with FSDP2, with
+            ``owned_over``, and where each micro-step gathers.
+        equal_steps: all ranks are known to have as many micro-steps; in lockstep it saves the small
+            all-reduce of their counts.
 
     Returns:
         A function of ``params`` and the window of this rank. ``params`` are a replicated pytree; a
@@ -85,30 +107,58 @@ def window_grad(
     """
     require_known(plan)
     require_on_empty(on_empty)
+    _require_gather(gather)
     if den_fn is not None and plan == "auto":
         plan = "before"
     spec = Spec(
         objective, plan, accumulate_dtype=accumulate_dtype, on_empty=on_empty, den_fn=den_fn
     )
 
+    owned = (owned_over,) if isinstance(owned_over, str) else tuple(owned_over)
+
     def grad(params: Any, window: Iterable[Any]) -> WindowGrad:
-        ranks = data_group(mesh, group)
-        if ranks is None:
+        if data_group(mesh, group) is None:
             return run(spec, loss_fn, params, window)
         _refuse_transforms()
+        axes = data_axes(mesh, group)
         if is_fsdp(params):
-            return fsdp_window(spec, loss_fn, params, window, ranks, equal_steps=equal_steps)
-        if is_sharded(params):
-            reduce = sum_to_shards(params, ranks)
-            return whole_window(spec, loss_fn, gather(params), window, ranks, reduce)
-        reduce = sum_replicated(ranks)
+            return fsdp_window(
+                spec, loss_fn, params, window, axes, owned_over=owned, equal_steps=equal_steps
+            )
+        loss, own, first = _on_rank(loss_fn, params, owned, gather)
+        reduce = sum_partial(reduction_rules(params, axes, owned), axes, first=first)
+        if lockstep or owned or gather == "micro-step":
+            result = lockstep_window(
+                spec, loss, own, window, axes.group, reduce, equal_steps=equal_steps
+            )
+        else:
+            result = whole_window(spec, loss, own, window, axes.group, reduce)
         if isinstance(params, DistributedDataParallel):
-            # Its own reduction is per backward pass; without its forward it has nothing to do.
-            result = whole_window(spec, loss_fn, params.module, window, ranks, reduce)
-            return result._replace(grads={f"module.{k}": v for k, v in result.grads.items()})
-        return whole_window(spec, loss_fn, params, window, ranks, reduce)
+            result = result._replace(grads={f"module.{k}": v for k, v in result.grads.items()})
+        return result
 
     return grad
+
+
+class _OnRank(NamedTuple):
+    """What a rank differentiates, and what is done to its gradients before they are summed."""
+
+    loss_fn: LossFn
+    params: Any
+    first: Callable[[Any], Any] | None
+
+
+def _on_rank(loss_fn: LossFn, params: Any, owned: tuple[str, ...], gather: Gather) -> _OnRank:
+    if isinstance(params, DistributedDataParallel):
+        # Its own reduction is per backward pass; without its forward it has nothing to do.
+        return _OnRank(loss_fn, params.module, None)
+    if isinstance(params, nn.Module) or not is_sharded(params):
+        return _OnRank(loss_fn, params, None)
+    if gather == "micro-step":
+        whole_loss = gathering(loss_fn, params, owned_over=owned)
+        return _OnRank(whole_loss, local(params), partial(wrap, like=params))
+    whole = gather_shards(params, owned_over=owned)
+    return _OnRank(loss_fn, whole, partial(scatter, like=params, owned_over=owned))
 
 
 def window_value(
@@ -118,6 +168,8 @@ def window_value(
     mesh: DeviceMesh | None = None,
     group: c10d.ProcessGroup | None = None,
     on_empty: OnEmpty = "raise",
+    owned_over: str | Sequence[str] = (),
+    lockstep: bool = False,
 ) -> Callable[[Any, Iterable[Any]], WindowValue]:
     """The loss of a window over all ranks, for evaluation: ``(params, window) -> WindowValue``.
 
@@ -130,6 +182,8 @@ def window_value(
         mesh: see ``window_grad``.
         group: see ``window_grad``.
         on_empty: see ``window_grad``.
+        owned_over: see ``window_grad``.
+        lockstep: see ``window_grad``.
 
     Raises:
         RankError: by the result, when a loss function raised on some rank.
@@ -144,20 +198,27 @@ def window_value(
 
     spec = Spec(objective, "after", on_empty=on_empty)
 
+    owned = (owned_over,) if isinstance(owned_over, str) else tuple(owned_over)
+
     def value(params: Any, window: Iterable[Any]) -> WindowValue:
-        ranks = data_group(mesh, group)
-        if ranks is None:
+        if data_group(mesh, group) is None:
             return window_value_of_one_rank(loss_fn, objective, on_empty=on_empty)(params, window)
         _refuse_transforms()
+        axes = data_axes(mesh, group)
         if is_fsdp(params):
-            return fsdp_value(spec, loss_fn, params, window, ranks)
-        if is_sharded(params):
-            params = gather(params)
-        if isinstance(params, DistributedDataParallel):
-            params = params.module  # its forward pass would broadcast buffers
-        return whole_value(spec, loss_fn, params, window, ranks)
+            return fsdp_value(spec, loss_fn, params, window, axes)
+        _, own, _ = _on_rank(loss_fn, params, owned, "window")
+        evaluate = lockstep_value if lockstep or owned else whole_value
+        return evaluate(spec, loss_fn, own, window, axes.group)
 
     return value
+
+
+def _require_gather(gather: str) -> None:
+    if gather not in get_args(Gather):
+        raise ValueError(
+            f"window_grad: gather must be one of {get_args(Gather)}, got gather={gather!r}."
+        )
 
 
 def _refuse_transforms() -> None:

@@ -83,16 +83,6 @@ def test_gather_leaves_other_tensors_alone():
     assert dist.gather(plain)["n"] == 3
 
 
-def test_shard_needs_one_dimension():
-    def on_rank():
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(ValueError, match=r"shard: mesh must have one dim.*got 2\. Take mesh\["):
-            dist.shard(params(), mesh)
-        return dist.gather(dist.shard(params(), mesh["dp"]))["short"].tolist()
-
-    assert run_local(on_rank, 1) == [[[0.0, 1.0]]]
-
-
 def test_gradient_has_the_shards_of_params():
     def on_rank():
         shards = dist.shard(params(), mesh_of(3))
