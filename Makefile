@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 SITE := .artifacts/site
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-slow check wheel bench clean
@@ -12,7 +13,7 @@ demo: $(INSTALLED)  ## train a target, a DSpark drafter, decode, and print the e
 	$(BIN)/numden train --out runs/demo
 
 test: $(INSTALLED)  ## the test suite, doctests and examples
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(PARALLEL)
 
 test-slow: $(INSTALLED)  ## what takes minutes
 	$(BIN)/pytest -q -m slow
