@@ -69,7 +69,17 @@ def refuse_reducing(params: Any) -> None:
 
 
 def zero_grads(leaves: Leaves, dtype: torch.dtype | None) -> list[Tensor]:
-    """One zero buffer for each leaf, in ``dtype`` or the leaf's own."""
+    """One zero buffer for each leaf, in ``dtype`` or the leaf's own.
+
+    Raises:
+        TypeError: ``dtype`` cannot hold the gradient of a leaf.
+    """
+    for leaf in leaves.tensors:
+        if dtype is not None and not torch.can_cast(leaf.dtype, dtype):
+            raise TypeError(
+                f"window: accumulate_dtype must be one that gradients can be added in, got {dtype} "
+                f"for a parameter of {leaf.dtype}. Use torch.float32, or leave it out."
+            )
     return [torch.zeros_like(leaf, dtype=dtype, requires_grad=False) for leaf in leaves.tensors]
 
 

@@ -96,7 +96,24 @@ def _directions(spec: Spec, carry: Carry, sums: Sums) -> tuple[LossTerms, ...]:
         groups = (_cotangent_of_totals(spec.objective, sums, carry.known.totals),)
     if spec.plan == "before":
         groups = (_cotangent_of_dens(spec.objective, sums.terms, carry.known),)
-    return tuple(tree.map(_like, tree.map(_finite, group), sums.terms) for group in groups)
+    finite = (tree.map(_finite, group) for group in groups)
+    return tuple(tree.map(_like, _rounded(group, sums.terms), sums.terms) for group in finite)
+
+
+def _rounded(direction: LossTerms, terms: LossTerms) -> LossTerms:
+    """The direction in powers of two, where its entries differ by such: its scale is free.
+
+    A loss in bfloat16 passes it on in bfloat16, which would round the whole gradient alike. What
+    is left of it the end of the window multiplies with, in the dtype of the accumulators.
+    """
+    pairs = zip(tree.leaves(direction), tree.leaves(terms), strict=True)
+    entries = [entry.abs().reshape(-1) for entry, total in pairs if total.requires_grad]
+    if not entries:
+        return direction
+    mantissas = torch.frexp(torch.cat(entries)).mantissa  # in [0.5, 1), or 0
+    mantissa = mantissas.max()
+    alike = ((mantissas == mantissa) | (mantissas == 0)).all() & (mantissa > 0)
+    return tree.map(lambda leaf: leaf / torch.where(alike, 2 * mantissa, 1).to(leaf), direction)
 
 
 def _finite(direction: Tensor) -> Tensor:

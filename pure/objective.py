@@ -181,17 +181,22 @@ def spread(cotangents: LossTerms, directions: tuple[LossTerms, ...]) -> tuple[li
     """
     flat = _flat(cotangents)
     rows = [_flat(direction) for direction in directions]
-    tiny = torch.finfo(flat.dtype).tiny  # a direction that is zero has the factor 0
-    factors = [(row @ flat) / (row @ row).clamp_min(tiny) for row in rows]
-    remainder = flat.clone()
-    counts = torch.cat(
-        [_flat(tree.map(torch.ones_like, cotangents.num)), torch.zeros_like(_flat(cotangents.den))]
+    nums = _flat(
+        LossTerms(tree.map(torch.ones_like, cotangents.num), tree.zeros_like(cotangents.den))
     )
+    factors = [_factor(flat, row, nums) for row in rows]
+    remainder, counts = flat.clone(), nums
     for factor, row in zip(factors, rows, strict=True):
         remainder = remainder - factor * row
         counts = counts + (row != 0)
     remainder, largest = (torch.where(counts > 0, x.abs(), 0).max() for x in (remainder, flat))
-    return factors, remainder / largest.clamp_min(tiny)
+    return factors, remainder / largest.clamp_min(torch.finfo(flat.dtype).tiny)
+
+
+def _factor(flat: Tensor, row: Tensor, nums: Tensor) -> Tensor:
+    """How many times ``row`` is in ``flat``: read from its nums, if it has any; 0 for no row."""
+    own = torch.where((row * nums != 0).any(), row * nums, row)
+    return (own @ flat) / (own @ own).clamp_min(torch.finfo(flat.dtype).tiny)
 
 
 def _flat(sums: PyTree) -> Tensor:
