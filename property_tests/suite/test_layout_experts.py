@@ -6,6 +6,8 @@ owner an expert's gradient is already the sum over `ep`. That is what `owned_ove
 gradients are partial over `ep`.
 """
 
+import time
+
 import pytest
 import torch.distributed as c10d
 from layout_cases import (
@@ -179,3 +181,25 @@ def test_owned_dimensions_come_first():
             grad(params, EXPERT_WINDOWS[c10d.get_rank()])
 
     run_local(on_rank, 4)
+
+
+def test_failing_owner_ends_the_run():
+    """Its peers wait for tokens that it cannot send any more: its end is theirs, with its words."""
+
+    def on_rank():
+        mesh, params = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), expert_params()
+        params["experts"] = dist.shard(params["experts"], mesh)
+        loss, window = exchange_over(mesh), EXPERT_WINDOWS[c10d.get_rank()]
+
+        def loss_fn(params, batch):
+            if c10d.get_rank() == 1:
+                raise RuntimeError("no forward")
+            return loss(params, batch)
+
+        dist.window_grad(loss, EXPERT_OBJECTIVE, mesh=mesh, owned_over="ep")(params, window)
+        dist.window_grad(loss_fn, EXPERT_OBJECTIVE, mesh=mesh, owned_over="ep")(params, window)
+
+    start = time.monotonic()
+    with pytest.raises(dist.RankError, match=r"a rank failed: RuntimeError: no forward \(rank 1\)"):
+        run_local(on_rank, 2, timeout=30)
+    assert time.monotonic() - start < 15
