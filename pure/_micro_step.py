@@ -110,10 +110,12 @@ def _rounded(direction: LossTerms, terms: LossTerms) -> LossTerms:
     entries = [entry.abs().reshape(-1) for entry, total in pairs if total.requires_grad]
     if not entries:
         return direction
-    mantissas = torch.frexp(torch.cat(entries)).mantissa  # in [0.5, 1), or 0
+    sizes = torch.cat(entries)
+    tiny = torch.finfo(sizes.dtype).tiny
+    mantissas = sizes / torch.exp2(torch.log2(sizes.clamp_min(tiny)).floor())  # in [1, 2), or 0
     mantissa = mantissas.max()
-    alike = ((mantissas == mantissa) | (mantissas == 0)).all() & (mantissa > 0)
-    return tree.map(lambda leaf: leaf / torch.where(alike, 2 * mantissa, 1).to(leaf), direction)
+    alike = ((mantissas == mantissa) | (sizes == 0)).all() & (mantissa > 0)
+    return tree.map(lambda leaf: leaf / torch.where(alike, mantissa, 1).to(leaf), direction)
 
 
 def _finite(direction: Tensor) -> Tensor:
