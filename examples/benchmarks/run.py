@@ -36,10 +36,18 @@ def scaling(rounds: int = 7, threads: Threads = 2, out: Out = Path("runs/benchma
     measure(rounds, threads, out, console)
 
 
+@app.command()
+def precision(threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
+    """The rounding error of accumulated gradients against the number of micro-steps."""
+    from precision import measure
+
+    measure(threads, out, console)
+
+
 @app.command(name="all")
 def everything(threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
     """All of them, with their default rounds."""
-    for benchmark in (window, scaling, trainer):
+    for benchmark in (window, scaling, trainer, precision):
         benchmark(threads=threads, out=out)
 
 
