@@ -1,7 +1,8 @@
-"""Greedy decoding of a target model, plain and speculative: the same tokens, in fewer steps.
+"""Decoding of a target model, plain and speculative: the same tokens, in fewer steps.
 
 A speculative round drafts Q tokens behind the last known one, runs the target once on all of them,
-and keeps those that the target would have chosen itself, plus the target's next choice.
+and keeps those that the target would have chosen itself, plus the target's next choice. Sampling
+keeps them by the rule of ``verification``, and the tokens have the target's distribution.
 
 The target scores a token alone in plain decoding and among others in speculative decoding, and
 rounds differently: where its two best logits are closer than that, the two may differ. In float64
@@ -14,13 +15,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..pure import random
 from . import decoder
+from .verification import draw, verify
 
-__all__ = ["Decoded", "Drafter", "Target", "cached_decoder", "greedy", "speculative_greedy"]
+__all__ = [
+    "Decoded",
+    "Drafter",
+    "SamplingDrafter",
+    "Target",
+    "cached_decoder",
+    "greedy",
+    "sample",
+    "speculative_greedy",
+    "speculative_sample",
+    "without_sampling",
+]
 
 Drafter = Callable[[Tensor, Tensor], Tensor]
 """``(captured [1, a, C], token [1]) -> tokens [1, Q]``: what may follow the token at position a,
 from what the target computed before it."""
+
+SamplingDrafter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``(captured, token, key) -> (tokens [1, Q], probs [1, Q, V])``: a ``Drafter`` that draws each
+token from a distribution, and tells which."""
 
 
 class Target(NamedTuple):
@@ -150,5 +168,94 @@ def speculative_greedy(
         captured = torch.cat([captured, extra[:, : kept + 1]], 1)
         state = target.rollback(state, captured.shape[1])
         tokens = torch.cat([tokens, chosen[: kept + 1]])
+        accepted.append(kept)
+    return Decoded(tokens[:num_tokens], accepted)
+
+
+def without_sampling(drafter: Drafter, vocab_size: int) -> SamplingDrafter:
+    """A drafter that always drafts its likeliest tokens, for ``speculative_sample``.
+
+    Examples:
+        >>> drafter = without_sampling(lambda captured, token: token[None] + 1, vocab_size=3)
+        >>> drafter(torch.ones(1, 1, 1), torch.tensor([1]), random.key(0))
+        (tensor([[2]]), tensor([[[0., 0., 1.]]]))
+    """
+
+    def draft(captured: Tensor, token: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = drafter(captured, token)
+        return tokens, torch.nn.functional.one_hot(tokens, vocab_size).to(captured.dtype)
+
+    return draft
+
+
+def _probs(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.double() / temperature).softmax(-1)
+
+
+@torch.no_grad()
+def sample(
+    target: Target, prompt: Tensor, num_tokens: int, key: Tensor, *, temperature: float = 1.0
+) -> Tensor:
+    """Tokens drawn one by one from the target's distribution.
+
+    Args:
+        target: the model.
+        prompt: int64 ``[P]``, P at least 1.
+        num_tokens: how many to decode.
+        key: int64 ``[2]``.
+        temperature: logits are divided by it.
+
+    Returns:
+        int64 ``[num_tokens]``.
+    """
+    tokens = prompt[:0]
+    state, following = target.init(), prompt
+    for place in range(num_tokens):
+        logits, _, state = target.step(following[None], state)
+        following = draw(_probs(logits[0, -1:], temperature), random.fold_in(key, place)[None])
+        tokens = torch.cat([tokens, following])
+    return tokens
+
+
+@torch.no_grad()
+def speculative_sample(
+    target: Target,
+    drafter: SamplingDrafter,
+    prompt: Tensor,
+    num_tokens: int,
+    key: Tensor,
+    *,
+    temperature: float = 1.0,
+) -> Decoded:
+    """Tokens with the distribution of ``sample``, whatever the drafter drafts.
+
+    They are other tokens than those of ``sample`` with the same key. Rounds go as in
+    ``speculative_greedy``.
+
+    Args:
+        target: the model.
+        drafter: see ``SamplingDrafter``; ``without_sampling`` makes one of a ``Drafter``.
+        prompt: int64 ``[P]``, P at least 1.
+        num_tokens: how many to decode.
+        key: int64 ``[2]``.
+        temperature: the target's logits are divided by it; the drafter sees to its own.
+
+    Returns:
+        The tokens, and how many of each draft were kept.
+    """
+    logits, captured, state = target.step(prompt[None], target.init())
+    first_key, key = random.split(key, 2)
+    tokens = draw(_probs(logits[0, -1:], temperature), first_key[None])
+    accepted: list[int] = []
+    while len(tokens) < num_tokens:
+        draft_key, verify_key = random.split(random.fold_in(key, len(accepted)), 2)
+        drafted, draft_probs = drafter(captured, tokens[-1:], draft_key)
+        logits, extra, state = target.step(torch.cat([tokens[-1:], drafted[0]])[None], state)
+        probs = _probs(logits[0], temperature)
+        found = verify(drafted[0], draft_probs[0].double(), probs, verify_key)
+        kept = int(found.num_accepted)
+        captured = torch.cat([captured, extra[:, : kept + 1]], 1)
+        state = target.rollback(state, captured.shape[1])
+        tokens = torch.cat([tokens, drafted[0, :kept], found.token[None]])
         accepted.append(kept)
     return Decoded(tokens[:num_tokens], accepted)
