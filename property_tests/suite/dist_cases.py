@@ -213,6 +213,32 @@ def apart(grads, expected):
     return max(float((grads[k].double() - v).abs().max() / largest) for k, v in expected.items())
 
 
+ROUNDING = 1e-13
+"""Of sums of some twenty rows in another order: a few roundings of 1e-16."""
+
+
+def compare(result, expected):
+    """How far a window is from the whole batch, relatively, and the bits of its loss."""
+    loss, grads, metrics = expected
+    ratios = {name: float(metric.num) / float(metric.den) for name, metric in metrics.items()}
+    assert result.metrics.keys() == ratios.keys()
+    differences = [abs(float(result.metrics[name]) - ratio) for name, ratio in ratios.items()]
+    differences.append(float((result.loss - loss).abs() / loss.abs()))
+    if grads is not None:
+        differences.append(apart(plain(result.grads), grads))
+    return max(differences), result.loss.item()
+
+
+def assert_same_and_exact(by_rank):
+    """All ranks have the same bits, and those of the whole batch up to rounding."""
+    for found in by_rank:
+        assert {key: off for key, (off, _) in found.items() if not off <= ROUNDING} == {}
+        assert {k: bits for k, (_, bits) in found.items()} == {
+            k: bits for k, (_, bits) in by_rank[0].items()
+        }
+    assert by_rank[0]
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 
