@@ -307,6 +307,17 @@ def test_clip_below_the_norm_is_the_identity():
     assert {leaf.dtype for leaf in tree.leaves(clipped)} == {torch.bfloat16}
 
 
+@given(dyadic_trees, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_clip_in_place_equals_clip(leaves, dtype):
+    leaves = [leaf.to(dtype) for leaf in leaves]
+    expected, before = clip_by_global_norm(1.0)(leaves), tree.map(torch.clone, leaves)
+    own = tree.map(torch.clone, leaves)
+    clipped = clip_by_global_norm(1.0, donate=True)(own)
+    assert_equal(clipped, expected)
+    assert_equal(leaves, before)
+    assert all(a is b for a, b in zip(clipped, own, strict=True))
+
+
 def test_clip_adds_the_squares_of_all_ranks():
     shards = [torch.tensor([3.0]), torch.tensor([4.0])]
     total = optim.sum_of_squares(shards)
