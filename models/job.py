@@ -6,6 +6,7 @@ Everything here is a function of the configuration; who runs it, on how many ran
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,9 +87,9 @@ def target_loss(shape: Config) -> LossFn:
 
 
 def target_windows(
-    config: TrainConfig, corpus: Corpus, rank: int = 0, num_ranks: int = 1
+    config: TrainConfig, corpus: Corpus, rank: int = 0, num_ranks: int = 1, *, first: int = 0
 ) -> Iterator[list[Batch]]:
-    """This rank's windows for the target: micro-steps filled to a budget of tokens."""
+    """This rank's windows for the target, from one on: micro-steps filled to a budget of tokens."""
     target = config.target
     tokens = target.tokens_per_micro_step
     stream = windows(
@@ -99,7 +100,7 @@ def target_windows(
         rank=rank,
         num_ranks=num_ranks,
     )
-    return (window for window, _ in stream)
+    return (window for window, _ in islice(stream, first, None))
 
 
 def drafter_config(config: TrainConfig, shape: Config, mask_token_id: int) -> dspark.Config:
@@ -200,8 +201,10 @@ def drafter_windows(
     target: Any,
     rank: int = 0,
     num_ranks: int = 1,
+    *,
+    first: int = 0,
 ) -> Iterator[list[Batch]]:
-    """This rank's windows for the drafter: anchors are drawn, and ``states`` are there.
+    """This rank's windows for the drafter, from one on: with anchors drawn, and ``states``.
 
     The states that a corpus brings are taken as they are; else they are computed.
     """
@@ -213,7 +216,7 @@ def drafter_windows(
         rank=rank,
         num_ranks=num_ranks,
     )
-    for window, _ in stream:
+    for window, _ in islice(stream, first, None):
         yield [_with_states(batch, target, shape, drafter) for batch in window]
 
 

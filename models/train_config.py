@@ -13,7 +13,7 @@ from ._extras import require
 
 __all__ = ["Data", "Drafter", "Run", "Target", "TrainConfig", "load_config", "with_overrides"]
 
-_MAY_BE_ZERO = {"markov_rank", "seed", "vocab_size"}
+_MAY_BE_ZERO = {"markov_rank", "save_every", "seed", "vocab_size"}
 
 
 class _Section:
@@ -123,6 +123,9 @@ class Run(_Section):
         log_every: windows from record to record.
         prompts: held-out rows that are decoded.
         new_tokens: tokens decoded behind each prompt.
+        save_every: windows from checkpoint to checkpoint, in the output folder, from which the same
+            command goes on; 0: none.
+        keep: how many checkpoints stay of each training.
     """
 
     ranks: int = 2
@@ -131,6 +134,8 @@ class Run(_Section):
     log_every: int = 10
     prompts: int = 8
     new_tokens: int = 64
+    save_every: int = 0
+    keep: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from typer.testing import CliRunner
 
 from numden.models import job
 from numden.models.cli import app
+from numden.models.commands.saved import checkpoints_of
+from numden.models.train_config import with_overrides
 
 RUNNER = CliRunner(env={"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"})
 OPTIONS = ("--config", "--out", "--ranks", "--seed", "--set", "--help")
@@ -272,10 +276,10 @@ def watched(monkeypatch):
         return states(*args, **kwargs)
 
     def own_share(windows):
-        def checked(*args):
+        def checked(*args, **kwargs):
             if c10d.is_initialized():
                 assert args[-2:] == (c10d.get_rank(), c10d.get_world_size())
-            return windows(*args)
+            return windows(*args, **kwargs)
 
         return checked
 
@@ -330,3 +334,83 @@ def test_under_torchrun_it_is_the_same_run(run, tmp_path):
         assert figures[name] == expected[name], name
     assert figures["receipt"].keys() == expected["receipt"].keys()
     assert figures["receipt"]["2 ranks x ragged"]["gradient"] < 1e-12
+
+
+# --- stopping and going on ------------------------------------------------------------------------
+
+SAVED = ["--seed", 5, "--set", "run.save_every=2"]
+
+
+def assert_same_run(figures, expected):
+    for name in ("equal_to_target", "accepted_counts", "sample", "final_loss", "receipt"):
+        assert figures[name] == expected[name], name
+    for name in RUNS:
+        steps = [record["step"] for record in figures["drafter"][name]]
+        assert steps == sorted(set(steps))
+        last, as_expected = figures["drafter"][name][-1], expected["drafter"][name][-1]
+        assert [last["step"], last["loss"]] == [as_expected["step"], as_expected["loss"]]
+
+
+def test_a_run_stopped_by_sigterm_goes_on_to_the_same_end(run, tmp_path, monkeypatch):
+    """Rank 1 alone is told, in the drafter's second window; both stop behind it, and save."""
+    config, out = written(tmp_path, TINY), tmp_path / "out"
+    windows = job.drafter_windows
+
+    def told(*args, **kwargs):
+        for number, window in enumerate(windows(*args, **kwargs)):
+            if number == 1 and c10d.is_initialized() and c10d.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield window
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "drafter_windows", told)
+        result = invoke("train", "-c", config, "--out", out, *SAVED)
+    assert result.exit_code == 143
+    assert result.stderr == "numden train: stopped by SIGTERM; the same command goes on\n"
+    steps = {path.name: sorted(p.name for p in path.glob("step-*")) for path in saved(out)}
+    assert steps == {"drafter": ["step-00000002"], "target": ["step-00000002", "step-00000003"]}
+    result = invoke("train", "-c", config, "--out", out, *SAVED)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((out / "report.json").read_text())
+    assert_same_run(figures, run[1])
+    assert [record["step"] for record in figures["drafter"]["2 ranks"]] == [2, 3]
+
+
+def saved(out):
+    return (path for path in (out / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path):
+    config = with_overrides(TINY, ["run.save_every=1", "run.seed=3"])
+    assert checkpoints_of(TINY, tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    folder = checkpoints_of(config, tmp_path)
+    assert folder == tmp_path / "checkpoints"
+    # Where it runs, and what it prints, may change; what it trains may not.
+    free = ["run.ranks=4", "run.log_every=1", "run.keep=5", "run.save_every=7", "run.prompts=1"]
+    assert checkpoints_of(with_overrides(config, free), tmp_path) == folder
+    with pytest.raises(ValueError, match=r"are of a run with drafter\.lr=0\.002, got 0\.5\. Give"):
+        checkpoints_of(with_overrides(config, ["drafter.lr=0.5"]), tmp_path)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_command_stops_its_ranks(run, tmp_path):
+    config, out = written(tmp_path, TINY), tmp_path / "out"
+    command = [sys.executable, "-m", "numden", "train", "-c", config, "--out", out, *SAVED]
+    command = [str(each) for each in [*command, "--set", "drafter.num_windows=2000"]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list((out / "checkpoints").glob("drafter/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert said == "numden train: stopped by SIGTERM; the same command goes on\n"
+    steps = sorted((out / "checkpoints/drafter").glob("step-*"))
+    assert steps
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while max((out / "checkpoints/drafter").glob("step-*")) == steps[-1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=60) == 143

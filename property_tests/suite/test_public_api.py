@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("pure", "dist", "models", "property_tests")
-ENTRY_POINTS = {"_root", "cli", "__main__"}
+ENTRY_POINTS = {"_root", "cli", "commands", "__main__"}
 
 
 def names_of_modules():

@@ -107,7 +107,7 @@ ERRORS = {
     "[datas]": "config: there is no key 'datas'. Did you mean 'data'?",
     "[run]\nsed = 1": "config: there is no key 'run.sed'. Did you mean 'run.seed'?",
     "[run]\nxyz = 1": "config: there is no key 'run.xyz'. Known: run.ranks, run.seed, "
-    "run.max_norm, run.log_every, run.prompts, run.new_tokens.",
+    "run.max_norm, run.log_every, run.prompts, run.new_tokens, run.save_every, run.keep.",
     "run = 1": "config: run must be a table of keys, got 1.",
     "[run]\nseed = 1.0": "config: run.seed must be int, got 1.0 (float).",
     "[run]\nseed = true": "config: run.seed must be int, got True (bool).",

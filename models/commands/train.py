@@ -1,0 +1,279 @@
+"""What ``numden train`` runs, step after step, and what each rank does of it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as c10d
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from ... import dist, pure
+from ...dist import Record
+from ...pure import WindowGrad, optim, tree
+from .. import dspark, job
+from ..decoder import Config
+from ..job_rows import Corpus, read_corpus
+from ..module import as_module, as_params
+from ..receipt import receipt
+from ..report import Report
+from ..train_config import TrainConfig
+from .ranks import Ranks, rank_and_number
+from .saved import records_before, writer
+
+__all__ = ["Setup", "Stopped", "run", "set_up"]
+
+console = Console()
+
+
+class Setup(NamedTuple):
+    """What all steps of the command work with."""
+
+    config: TrainConfig
+    corpus: Corpus
+    shape: Config
+    drafter: dspark.Config
+
+
+def set_up(config: TrainConfig) -> Setup:
+    """Read the text, and check all shapes."""
+    corpus = read_corpus(config)
+    shape = job.target_config(config, corpus.tokenizer.vocab_size)
+    drafter = job.drafter_config(config, shape, corpus.tokenizer.special_ids["mask"])
+    return Setup(config, corpus, shape, drafter)
+
+
+class Stopped(Exception):
+    """SIGTERM came, and what was trained is saved."""
+
+
+class Trained(NamedTuple):
+    """Whole params after training, on each rank the same, and the records."""
+
+    params: Any
+    records: list[Record]
+    stopped: bool
+
+
+def run(setup: Setup, on_ranks: Ranks, saved: Path | None) -> Report:
+    """Train a target and a drafter, decode with both, and compare gradients.
+
+    Args:
+        setup: from ``set_up``.
+        on_ranks: runs functions on ranks.
+        saved: a folder for checkpoints, from which it also goes on; None for no checkpoints.
+
+    Raises:
+        Stopped: by SIGTERM, after which the next run goes on.
+    """
+    config, drafter = setup.config, setup.drafter
+    _say(on_ranks, _corpus_text(setup.corpus))
+    target = _finished(on_ranks(_train_target, setup, saved)[0])
+    if config.drafter.features:
+        _say(on_ranks, f"Writing the target's hidden states to {config.drafter.features}")
+        on_ranks(_save_states, setup, target.params)
+        setup = setup._replace(corpus=job.read_states(config, setup.corpus))
+    by_ranks = _finished(on_ranks(_train_drafter, setup, target.params, saved)[0])
+    alone = _finished(_train_drafter_alone(setup, target.params, saved))
+    drafters = {
+        "untrained": job.drafter_init(config, drafter),
+        "1 rank": alone.params,
+        on_ranks.name: by_ranks.params,
+    }
+    _say(on_ranks, "Decoding held-out text with the target alone and with each drafter")
+    decoded = on_ranks(_decode, setup, target.params, drafters)
+    _say(on_ranks, "Computing one window's gradient in different ways, in float64")
+    return Report(
+        config=config,
+        target=target.records,
+        drafter={on_ranks.name: by_ranks.records, "1 rank": alone.records},
+        decoded=_gathered(decoded),
+        receipt=_receipt(setup, target.params, by_ranks.params, on_ranks),
+        text=setup.corpus.tokenizer.decode,
+    )
+
+
+def _finished(trained: Trained) -> Trained:
+    if trained.stopped:
+        raise Stopped
+    return trained
+
+
+def _say(on_ranks: Ranks, text: str) -> None:
+    if on_ranks.is_first:
+        console.print(text)
+
+
+def _corpus_text(corpus: Corpus) -> str:
+    num_tokens = sum(len(row.tokens) for row in corpus.rows)
+    return (
+        f"{len(corpus.rows):,} rows with {num_tokens:,} tokens of a vocabulary of "
+        f"{corpus.tokenizer.vocab_size:,}, and {len(corpus.held_out)} rows held out"
+    )
+
+
+def _sharded(params: Any) -> Any:
+    """FSDP2 over the params of a model, each block on its own."""
+    module = as_module(lambda params: params, tree.map(Tensor.clone, params))
+    for layer in module["layers"]:
+        fully_shard(layer)
+    return fully_shard(module)
+
+
+def _whole(module: Any) -> Any:
+    return dist.gather(as_params(module))
+
+
+def _optimizer(config: TrainConfig, lr: float, num_windows: int) -> optim.Optimizer:
+    return optim.chain(
+        optim.clip_by_global_norm(config.run.max_norm, sum_squares=dist.sum_of_squares),
+        optim.from_torch(torch.optim.AdamW, lr=job.one_cycle(lr, num_windows), weight_decay=0.01),
+    )
+
+
+class _Stage(NamedTuple):
+    """A part of the training.
+
+    Attributes:
+        name: of its checkpoints.
+        label: of its progress bar.
+        windows: ``first -> iterator``, those from the number ``first`` on.
+        num_windows: how many of them.
+        lr: the peak of the learning rate.
+    """
+
+    name: str
+    label: str
+    windows: Callable[[int], Any]
+    num_windows: int
+    lr: float
+
+
+def _fit(
+    config: TrainConfig,
+    stage: _Stage,
+    grad: Callable[[Any, Any], WindowGrad],
+    params: Any,
+    saved: Path | None,
+) -> Trained:
+    optimizer = _optimizer(config, stage.lr, stage.num_windows)
+    step = dist.train_step(grad, optimizer, donate=True)
+    log = saved and saved / f"{stage.name}.jsonl"
+    state, records = dist.fit(
+        step,
+        dist.init_state(params, optimizer),
+        stage.windows,
+        num_windows=stage.num_windows,
+        log_every=config.run.log_every,
+        on_record=writer(log),
+        label=stage.label,
+        checkpoints=saved and saved / stage.name,
+        save_every=config.run.save_every or None,
+        keep=config.run.keep,
+    )
+    return Trained(
+        state.params, records_before(records, log) + records, stopped=state.step < stage.num_windows
+    )
+
+
+def _train_target(setup: Setup, saved: Path | None) -> Trained:
+    rank, num_ranks = rank_and_number()
+    config, shape, target = setup.config, setup.shape, setup.config.target
+    stage = _Stage(
+        "target",
+        f"target, {num_ranks} ranks",
+        lambda first: job.target_windows(config, setup.corpus, rank, num_ranks, first=first),
+        target.num_windows,
+        target.lr,
+    )
+    grad = dist.window_grad(job.target_loss(shape))
+    trained = _fit(config, stage, grad, _sharded(job.target_init(config, shape)), saved)
+    return trained._replace(params=_whole(trained.params))
+
+
+def _drafter_stage(
+    setup: Setup, target: Any, name: str, label: str, rank: int = 0, num_ranks: int = 1
+) -> _Stage:
+    def windows(first: int) -> Any:
+        return job.drafter_windows(*setup, target, rank, num_ranks, first=first)
+
+    drafter = setup.config.drafter
+    return _Stage(name, label, windows, drafter.num_windows, drafter.lr)
+
+
+def _train_drafter(setup: Setup, target: Any, saved: Path | None) -> Trained:
+    """On ranks: an FSDP2 module, its gradients reduced by SUM."""
+    rank, num_ranks = rank_and_number()
+    config, drafter = setup.config, setup.drafter
+    label = f"DSpark, {num_ranks} ranks"
+    stage = _drafter_stage(setup, target, "drafter", label, rank, num_ranks)
+    grad = dist.window_grad(job.drafter_loss(drafter, target), dspark.objective(drafter))
+    trained = _fit(config, stage, grad, _sharded(job.drafter_init(config, drafter)), saved)
+    return trained._replace(params=_whole(trained.params))
+
+
+def _train_drafter_alone(setup: Setup, target: Any, saved: Path | None) -> Trained:
+    """On one rank: a pytree of params and no process group. The same windows."""
+    config, drafter = setup.config, setup.drafter
+    stage = _drafter_stage(setup, target, "drafter-1-rank", "DSpark, 1 rank")
+    grad = pure.window_grad(job.drafter_loss(drafter, target), dspark.objective(drafter))
+    params = tree.map(Tensor.clone, job.drafter_init(config, drafter))
+    return _fit(config, stage, grad, params, saved)
+
+
+def _save_states(setup: Setup, target: Any) -> None:
+    job.save_states(*setup, target, *rank_and_number())
+    c10d.barrier()  # before they are read
+
+
+def _decode(setup: Setup, target: Any, drafters: dict[str, Any]) -> list[tuple[int, job.Decodings]]:
+    """This rank's share of the prompts, each with its number."""
+    rank, num_ranks = rank_and_number()
+    config, corpus, shape, drafter = setup
+    rows = corpus.held_out[: config.run.prompts]
+    numbers = range(rank, len(rows), num_ranks)
+    prompts = [[rows[i].tokens[: config.data.min_length]] for i in numbers]
+    new_tokens = config.run.new_tokens
+    decoded = [
+        job.decode(prompt, target, shape, drafters, drafter, new_tokens=new_tokens)
+        for prompt in prompts
+    ]
+    return list(zip(numbers, decoded, strict=True))
+
+
+def _gathered(shares: list[list[tuple[int, job.Decodings]]]) -> list[job.Decodings]:
+    """The decodings of all prompts, in their order."""
+    if c10d.is_initialized():
+        everyone: list[Any] = [None] * c10d.get_world_size()
+        c10d.all_gather_object(everyone, shares[0])
+        shares = everyone
+    by_number = dict(pair for share in shares for pair in share)
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _receipt(
+    setup: Setup, target: Any, params: Any, on_ranks: Ranks
+) -> dict[str, dict[str, float]]:
+    target, params = tree.map(Tensor.double, (target, params))
+    window = next(job.drafter_windows(*setup, target))
+    loss_fn, objective = job.drafter_loss(setup.drafter, target), dspark.objective(setup.drafter)
+    shared = on_ranks(_grad_on_ranks, loss_fn, objective, params, window)[0]
+    return receipt(loss_fn, objective, params, window, {f"{on_ranks.name} x ragged": shared})
+
+
+def _grad_on_ranks(loss_fn: Any, objective: Any, params: Any, window: list[Any]) -> WindowGrad:
+    """The gradient of a window dealt unevenly: rank r has about r + 1 shares of it."""
+    rank, num_ranks = rank_and_number()
+    total = num_ranks * (num_ranks + 1) // 2
+    bounds = [len(window) * r * (r + 1) // 2 // total for r in range(num_ranks + 1)]
+    share = window[bounds[rank] : bounds[rank + 1]]
+    module = _sharded(params)
+    result = dist.window_grad(loss_fn, objective)(module, share)
+    whole = dist.gather(result.grads)
+    # The module's parameters are named by the places that the leaves have in the params.
+    places = [re.sub(r"\['?(.+?)'?\]", r".\1", name)[1:] for name in tree.names(params)]
+    leaves = [whole[place] for place in places]
+    return result._replace(grads=tree.unflatten(tree.structure(params), leaves))
