@@ -4,11 +4,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..pure import LossFn, PlanError, WindowGrad, WindowValue
+from ..pure import LossFn, WindowGrad, WindowValue
 from ..pure._carry import Spec
 from ._data_axes import DataAxes
 from ._lockstep import lockstep_value, lockstep_window
@@ -40,7 +39,7 @@ def fsdp_window(
 ) -> WindowGrad:
     """The loss of a window over ranks and its gradient."""
     _prepare(module)
-    _refuse_dtypes(spec, module)
+    _refuse_dtype(spec)
     reduce = _sum_the_rest(module, axes, owned_over)
     reduce_each = spec.plan == "columns"
 
@@ -88,16 +87,9 @@ def _sum_the_rest(module: nn.Module, axes: DataAxes, owned_over: tuple[str, ...]
     return lambda grads, flag: grads
 
 
-def _refuse_dtypes(spec: Spec, module: nn.Module) -> None:
+def _refuse_dtype(spec: Spec) -> None:
     if spec.accumulate_dtype is not None:
         raise ValueError(
             f"window_grad: FSDP2 accumulates and reduces in its own dtype, got accumulate_dtype="
             f"{spec.accumulate_dtype}. Give fully_shard MixedPrecisionPolicy(reduce_dtype=...)."
-        )
-    if spec.plan in ("after", "auto") and any(
-        p.dtype == torch.float16 for p in module.parameters()
-    ):
-        raise PlanError(
-            "window_grad: FSDP2 would reduce raw sums of float16 gradients, which overflow. Use "
-            "plan='before' with a den_fn, or bfloat16."
         )

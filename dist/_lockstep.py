@@ -7,16 +7,19 @@ sequence. All ranks must run as many passes, and one that fails within a pass ca
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as c10d
 
 from .. import pure
-from ..pure import LossFn, WindowGrad, WindowValue, tree
+from ..pure import LossFn, PlanError, WindowGrad, WindowValue, tree
 from ..pure._carry import Spec
+from ..pure._leaves import attach
 from ..pure.plans import DenFn
 from ..pure.window import run
-from ._micro_steps import MicroStep, equal_window, even_window, neutral_when_idle
+from ._micro_steps import MicroStep, equal_window, even_window, neutral_when_idle, one_plan
 from ._whole_window import collectives_of, empty_window
 from .fsdp import abort_with
 from .reduction import ReduceGrads, WindowCollectives
@@ -49,8 +52,14 @@ def lockstep_window(
         equal_steps: ranks have as many micro-steps, so that no counts are exchanged.
         on_step: called before the forward pass of each micro-step.
     """
+    _refuse_float16(spec, params)
     collectives = collectives_of(spec, group, reduce_grads)
-    spec = replace(spec, reduction=collectives.reduction, den_fn=_of_live(spec.den_fn))
+    spec = replace(
+        spec,
+        reduction=collectives.reduction,
+        den_fn=_of_live(spec.den_fn),
+        settle_plan=partial(one_plan, group=group),
+    )
     even = None if equal_steps else even_window(window, group)
     with _or_abort(collectives):
         steps = equal_window(window) if even is None else even
@@ -94,6 +103,17 @@ def _or_abort(collectives: WindowCollectives) -> Iterator[None]:
         if collectives.over:
             raise  # found at the end, from what all ranks know
         abort_with(error, collectives.group)
+
+
+def _refuse_float16(spec: Spec, params: Any) -> None:
+    """Each rank would keep its raw sums in range by a scale of its own, and then they are added."""
+    given_after = spec.plan in ("after", "columns", "auto")
+    if given_after and any(leaf.dtype == torch.float16 for leaf in attach(params).tensors):
+        raise PlanError(
+            "window_grad: where a micro-step has collectives, as with FSDP2, ranks would add raw "
+            "sums of float16 gradients, which overflow. Use plan='before' with a den_fn, "
+            "plan='replay', or bfloat16."
+        )
 
 
 def _of_live(den_fn: DenFn | None) -> DenFn | None:

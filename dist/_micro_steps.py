@@ -8,11 +8,12 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ..pure import LossFn, TermStructureError, tree
+from ..pure.plans import PLANS
 from ..pure.terms import split_metrics
 from ..pure.window import batches_of
 from ._ranks import gather_reports, group_device, report_of
 
-__all__ = ["MicroStep", "equal_window", "even_window", "neutral_when_idle"]
+__all__ = ["MicroStep", "equal_window", "even_window", "neutral_when_idle", "one_plan"]
 
 
 class MicroStep(NamedTuple):
@@ -78,6 +79,19 @@ def _padded(batches: list[Any], filler: list[Any], num_idle: int) -> list[MicroS
     padded = batches + filler[:1] * num_idle
     last = len(padded) - 1
     return [MicroStep(batch, i < len(batches), i == last) for i, batch in enumerate(padded)]
+
+
+def one_plan(plan: str, group: c10d.ProcessGroup) -> str:
+    """The plan of all ranks where each has chosen by its own first micro-step.
+
+    One small all-reduce. Plans differ in their passes, so that ranks of several would wait for each
+    other for ever; they go by "replay" then, which can express what any of them can.
+    """
+    place = PLANS.index(plan)
+    found = torch.tensor([place, -place], device=group_device(group))
+    c10d.all_reduce(found, c10d.ReduceOp.MAX, group=group)
+    last, minus_first = found.tolist()
+    return plan if last == -minus_first else "replay"
 
 
 def neutral_when_idle(

@@ -71,7 +71,8 @@ def window_grad(
             ``explain_reduction`` says who sums which gradient over which of them.
         group: the same as a process group; all ranks where neither is given.
         plan: see ``numden.pure.window_grad``. "auto" prefers "replay" to "columns" for an FSDP2
-            module, which would have to reduce in each micro-step.
+            module, which would have to reduce in each micro-step. In lockstep it has one small
+            all-reduce more, by which ranks whose first micro-steps differ agree on one plan.
         den_fn: ``(batch) -> den``, for plan "before".
         accumulate_dtype: of the gradients, while they are accumulated and summed.
         on_empty: "raise", "zero" or "skip", decided by the totals over ranks.

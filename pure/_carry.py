@@ -126,3 +126,4 @@ class Spec:
     donate: bool = True
     den_fn: DenFn | None = None
     max_columns: int = MAX_COLUMNS
+    settle_plan: Callable[[str], str] = _same  # of what "auto" took, where ranks must take one

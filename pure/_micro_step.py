@@ -97,20 +97,17 @@ def _directions(spec: Spec, carry: Carry, sums: Sums) -> tuple[LossTerms, ...]:
     if spec.plan == "before":
         groups = (_cotangent_of_dens(spec.objective, sums.terms, carry.known),)
     finite = (tree.map(_finite, group) for group in groups)
-    return tuple(tree.map(_like, _rounded(group, sums.terms), sums.terms) for group in finite)
+    return tuple(tree.map(_like, _rounded(group), sums.terms) for group in finite)
 
 
-def _rounded(direction: LossTerms, terms: LossTerms) -> LossTerms:
-    """The direction in powers of two, where its entries differ by such: its scale is free.
+def _rounded(direction: LossTerms) -> LossTerms:
+    """The direction with nums in powers of two, if they differ by such: its scale is free.
 
     A loss in bfloat16 passes it on in bfloat16, which would round the whole gradient alike. What
-    is left of it the end of the window multiplies with, in the dtype of the accumulators.
+    is left of it the end of the window multiplies with, in the dtype of the accumulators. It must
+    not depend on this rank's terms: FSDP2 sums gradients of all ranks before that.
     """
-    pairs = zip(tree.leaves(direction), tree.leaves(terms), strict=True)
-    entries = [entry.abs().reshape(-1) for entry, total in pairs if total.requires_grad]
-    if not entries:
-        return direction
-    sizes = torch.cat(entries)
+    sizes = torch.cat([leaf.abs().reshape(-1) for leaf in tree.leaves(direction.num)])
     tiny = torch.finfo(sizes.dtype).tiny
     mantissas = sizes / torch.exp2(torch.log2(sizes.clamp_min(tiny)).floor())  # in [1, 2), or 0
     mantissa = mantissas.max()

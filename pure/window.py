@@ -228,7 +228,8 @@ def _run_auto(spec: Spec, loss_fn: LossFn, leaves: Leaves, batches: Iterator[Any
         spec = replace(spec, plan="after")
         return finish(spec, init(spec, leaves))
     sums = forward(loss_fn, leaves, first)
-    spec = replace(spec, plan=report(sums, spec.objective, max_columns=spec.max_columns).plan)
+    chosen = report(sums, spec.objective, max_columns=spec.max_columns)
+    spec = replace(spec, plan=spec.settle_plan(chosen.plan))
     if spec.plan != "replay":
         started = iter([sums])
         del sums  # its graph is to end with its micro-step, not with the window

@@ -1,5 +1,7 @@
 """The loss and the gradient of a window do not depend on ranks, micro-steps, wrappers or plans."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as c10d
@@ -17,6 +19,7 @@ from dist_cases import (
     plain,
     reference,
     said,
+    whole,
     wrapped,
 )
 from torch import nn
@@ -25,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from numden import dist, pure
 from numden.dist import run_local
-from numden.pure import tree
+from numden.pure import LossTerms, add, tree
 
 
 def trained(params):
@@ -50,6 +53,30 @@ def each_plan(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_equivalent_ranks_whole_batch(kind):
     assert_same_and_exact(run_local(each_plan, 2, kind, timeout=60))
+
+
+@pytest.mark.parametrize("options", [{}, {"gather": "micro-step"}, {"lockstep": True}])
+@pytest.mark.parametrize("kind", ["tree", "fsdp", "shard"])
+def test_ranks_that_would_take_different_plans(kind, options):
+    """Each chooses by its own first micro-step, and the den of one rank depends on params."""
+
+    def terms(predict, batch, *, depends):
+        out, mask = predict(batch["x"]), batch["mask"]
+        weights = out.square().sum(-1) if depends else batch["y"].square().sum(-1)
+        return LossTerms(((out - batch["y"]).abs().sum(-1) * mask).sum(), (weights * mask).sum())
+
+    def on_rank():
+        (params, on), rank = wrapped(kind), c10d.get_rank()
+        grad = dist.window_grad(on(partial(terms, depends=rank == 1)), **options)
+        return plain(grad(params, DEALS["even"][rank]).grads)
+
+    module, (first, second) = net(), map(whole, DEALS["even"])
+    total = add(terms(module, first, depends=False), terms(module, second, depends=True))
+    names, leaves = zip(*module.named_parameters(), strict=True)
+    grads = torch.autograd.grad(total.num / total.den, leaves)
+    expected = dict(zip(names, grads, strict=True))
+    for found in run_local(on_rank, 2, timeout=20):
+        assert apart(found, expected) < ROUNDING
 
 
 @pytest.mark.parametrize("num_ranks", [None, 1])

@@ -207,7 +207,7 @@ def test_fsdp_options_that_would_be_wrong(two_ranks):
     with pytest.raises(ValueError, match=r"window_grad: FSDP2 accumulates.*dtype=torch\.float32"):
         dist.window_grad(mean_loss, accumulate_dtype=torch.float32)(module, WINDOW)
     half = fully_sharded(net().half())
-    for plan in ("after", "auto"):
+    for plan in ("after", "columns", "auto"):
         with pytest.raises(pure.PlanError, match=r"float16 gradients, which overflow. Use plan='b"):
             dist.window_grad(mean_loss, plan=plan)(half, WINDOW)
 

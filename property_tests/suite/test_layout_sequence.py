@@ -5,6 +5,7 @@ and values of the other parts come by `all_gather`, whose transpose brings their
 Whatever part of a gradient a rank finds is an addend: all parameters are partial over `cp`.
 """
 
+import pytest
 import torch
 from layout_cases import ROUNDING, off, values
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,13 +84,14 @@ def test_sequence_split():
         assert max(numbers) < ROUNDING
 
 
-def test_lockstep_is_one_more_collective_whatever_the_window():
-    """The counts of micro-steps travel once, before a window."""
+@pytest.mark.parametrize(("plan", "more"), [("after", 1), ("auto", 2)])
+def test_lockstep_is_one_more_collective_whatever_the_window(plan, more):
+    """The counts of micro-steps travel once, before a window; and so does what "auto" takes."""
 
     def on_rank():
         totals = []
         for lockstep in (False, True):
-            grad = dist.window_grad(causal_loss, lockstep=lockstep)
+            grad = dist.window_grad(causal_loss, plan=plan, lockstep=lockstep)
             for window in WINDOWS:
                 with count_collectives() as calls:
                     grad(attention_params(), window)
@@ -99,7 +101,7 @@ def test_lockstep_is_one_more_collective_whatever_the_window():
     for totals in run_local(on_rank, 2):
         short, long, short_in_step, long_in_step = totals
         assert short == long
-        assert short_in_step == long_in_step == short + 1
+        assert short_in_step == long_in_step == short + more
 
 
 def test_ranks_of_one_group_only():

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from numden import dist
 from numden.dist import run_local
 from numden.property_tests.counters import count_collectives
-from numden.pure import tree
+from numden.pure import LossTerms, PlanError, tree
 
 GATHERS = ("window", "micro-step")
 
@@ -172,6 +172,34 @@ def test_second_order_gradients():
     for products in run_local(on_rank, 2):
         for name, product in products.items():
             torch.testing.assert_close(product, expected[name], rtol=1e-11, atol=1e-11)
+
+
+def test_float16_shards():
+    """Ranks that add in each micro-step cannot scale sums after the window, each by its own den."""
+    windows = [[torch.ones(4, 8).half()], [torch.full((64, 8), 0.5).half()]]
+
+    def loss(params, x):
+        return LossTerms((params["w"] * x).float().sum(), x.numel())
+
+    def on_rank():
+        rank, params = c10d.get_rank(), {"w": torch.ones(8).half()}
+        shards = dist.shard(params, init_device_mesh("cpu", (2,)))
+        for plan in ("after", "columns", "auto"):
+            grad = dist.window_grad(loss, plan=plan, gather="micro-step")
+            with pytest.raises(PlanError, match=r"where a micro-step has collectives, .*float16"):
+                grad(shards, windows[rank])
+        return [
+            dist.window_grad(loss, plan=plan, gather=gather)(shards, windows[rank])
+            .grads["w"]
+            .full_tensor()
+            for plan, gather in (("after", "window"), ("replay", "micro-step"))
+        ]
+
+    exact = torch.full((8,), (4 + 32) / (4 * 8 + 64 * 8))
+    for grads in run_local(on_rank, 2):
+        for grad in grads:
+            # Sums are exact; 1/D and a product round by 2^-11 each.
+            torch.testing.assert_close(grad.float(), exact, rtol=2**-10, atol=0)
 
 
 def test_gather_is_one_of_two():
