@@ -19,6 +19,7 @@ __all__ = [
     "data_group",
     "gather_reports",
     "group_device",
+    "is_of_connection",
     "raise_reports",
     "report_of",
     "require_ranks",
@@ -28,6 +29,9 @@ _SHARED_ERRORS = {
     error.__name__: error
     for error in (EmptyWindowError, NonFiniteLossError, PlanError, TermStructureError)
 }
+
+_LOST = "this rank lost the connection to another, whose process may have ended"
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 Report = tuple[str | None, str | None, Any]
 """Of one rank: the name of the error's type, its text, and the structure of its sums."""
@@ -85,9 +89,20 @@ def report_of(error: Exception | None, structure: Any = None) -> Report:
     """What this rank says of itself."""
     if error is None:
         return None, None, structure
+    if is_of_connection(error):
+        return "ConnectionError", f"ConnectionError: {_LOST}", structure
     name = type(error).__name__
     text = str(error) if name in _SHARED_ERRORS else f"{name}: {error}"
     return name, text, structure
+
+
+def is_of_connection(error: Exception) -> bool:
+    """Whether a collective failed since a process that takes part is gone.
+
+    gloo says so by a plain RuntimeError, from which only its text tells it.
+    """
+    said = str(error)
+    return isinstance(error, c10d.DistError) or any(each in said for each in _BROKEN)
 
 
 def gather_reports(

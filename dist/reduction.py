@@ -20,7 +20,14 @@ from torch import Tensor
 from ..pure import Reduction, TermStructureError, tree
 from ..pure._status import OnEmpty
 from ._packed import Packed, fits, header, pack, reduce_rest, skeleton, unpack
-from ._ranks import Report, gather_reports, group_device, report_of
+from ._ranks import (
+    Report,
+    gather_reports,
+    group_device,
+    is_of_connection,
+    raise_reports,
+    report_of,
+)
 
 __all__ = ["ReduceGrads", "WindowCollectives"]
 
@@ -153,8 +160,22 @@ class WindowCollectives:
 
     def abandon(self, error: Exception, zero_grads: Callable[[], Any]) -> None:
         """Take part in what is left of the window after ``error``, and raise it on all ranks."""
-        if self.over:
+        if self.over and not is_of_connection(error):
             raise error  # found at the end, from what all ranks know
+        try:
+            if is_of_connection(error):
+                raise error
+            self._take_part(zero_grads)
+        except Exception as lost:
+            if not is_of_connection(lost):
+                raise
+            # With a rank gone there is nothing left to take part in.
+            raise_reports({c10d.get_rank(): report_of(lost)}, lost)
+        if self.unheard():
+            raise error
+        self.gather(report_of(error), cause=error)
+
+    def _take_part(self, zero_grads: Callable[[], Any]) -> None:
         if self._unwaited is not None:
             self._unwaited()
         while self._totals_left:
@@ -162,9 +183,6 @@ class WindowCollectives:
         self.grads(zero_grads(), failed=True)
         if self._on_empty == "skip":
             self.agree(torch.zeros((), dtype=torch.bool))
-        if self.unheard():
-            raise error
-        self.gather(report_of(error), cause=error)
 
     def _structure(self) -> Any:
         return None if self._like is None else skeleton(self._like)
