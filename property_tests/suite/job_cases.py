@@ -1,5 +1,9 @@
 """A configuration of ``numden train`` that takes seconds, as values and as a file."""
 
+import dataclasses
+
+import yaml
+
 from numden.models.train_config import Data, Drafter, Run, Target, TrainConfig, with_overrides
 
 TINY = TrainConfig(
@@ -28,3 +32,10 @@ TINY = TrainConfig(
 
 def tiny(*overrides):
     return with_overrides(TINY, list(overrides))
+
+
+def written(folder, config):
+    path = folder / "config.yaml"
+    table = dataclasses.asdict(config)
+    path.write_text(yaml.safe_dump(table | {"data": {**table["data"], "files": []}}))
+    return path

@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as c10d
-import yaml
-from job_cases import TINY
+from job_cases import TINY, written
 from typer.testing import CliRunner
 
 from numden.models import job
@@ -166,13 +165,6 @@ METRICS = {
     "teacher_top1_prob",
 }
 RUNS = ["2 ranks", "1 rank"]
-
-
-def written(folder, config):
-    path = folder / "config.yaml"
-    table = dataclasses.asdict(config)
-    path.write_text(yaml.safe_dump(table | {"data": {**table["data"], "files": []}}))
-    return path
 
 
 @pytest.fixture(scope="module")
