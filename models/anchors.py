@@ -18,6 +18,7 @@ __all__ = [
     "block_positions",
     "block_tokens",
     "candidates",
+    "labelled_slots",
     "sample_anchors",
     "slot_weights",
     "supervised_slots",
@@ -136,8 +137,29 @@ def take_slots(values: Tensor, anchors: Tensor, block_size: int, *, offset: int 
     return taken.unflatten(1, slots.shape[1:])
 
 
+def labelled_slots(loss_mask: Tensor, anchors: Tensor, keep: Tensor, block_size: int) -> Tensor:
+    """The slots whose label ``a + 1 + j`` lies in the row and is supervised, in blocks to keep.
+
+    Args:
+        loss_mask: ``[B, S]``, any dtype; a position is supervised where it exceeds 0.5.
+        anchors: ``[B, N]``.
+        keep: ``[B, N]`` bool.
+        block_size: Q.
+
+    Returns:
+        ``[B, N, Q]`` bool.
+
+    Examples:
+        >>> mask = torch.tensor([[1, 1, 1, 0, 1]])
+        >>> labelled_slots(mask, torch.tensor([[0]]), torch.tensor([[True]]), 5).int()
+        tensor([[[1, 1, 0, 1, 0]]], dtype=torch.int32)
+    """
+    inside = block_positions(anchors, block_size) + 1 < loss_mask.shape[-1]
+    return take_slots(loss_mask > 0.5, anchors, block_size, offset=1) & inside & keep[..., None]
+
+
 def supervised_slots(loss_mask: Tensor, anchors: Tensor, keep: Tensor, block_size: int) -> Tensor:
-    """The slots that count: each label up to the first that is unsupervised or beyond the row.
+    """The slots of ``labelled_slots`` before the first gap, as a draft ends where one is wrong.
 
     ``e_j = keep * prod_{i<=j} [a + 1 + i < S] * [loss_mask at a + 1 + i > 0.5]``
 
@@ -155,9 +177,7 @@ def supervised_slots(loss_mask: Tensor, anchors: Tensor, keep: Tensor, block_siz
         >>> supervised_slots(mask, torch.tensor([[0]]), torch.tensor([[True]]), 4).int()
         tensor([[[1, 1, 0, 0]]], dtype=torch.int32)
     """
-    inside = block_positions(anchors, block_size) + 1 < loss_mask.shape[-1]
-    label = take_slots(loss_mask > 0.5, anchors, block_size, offset=1)
-    return (label & inside & keep[..., None]).int().cumprod(-1).bool()
+    return labelled_slots(loss_mask, anchors, keep, block_size).int().cumprod(-1).bool()
 
 
 def slot_weights(supervised: Tensor, decay_gamma: float | None) -> Tensor:

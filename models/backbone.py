@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..pure import random
-from .anchors import block_mask, block_positions
+from .anchors import block_positions
+from .block_attention import KERNELS, Attend, Kernel, block_attention, choose_kernel
 from .layers import (
     apply_rope,
-    attention,
     init_weight,
     linear,
     merge_heads,
@@ -54,6 +54,7 @@ class Config:
         sliding_window: positions in that window.
         rope_theta: the base of RoPE's wavelengths.
         norm_eps: added to mean squares in the norms.
+        kernel: of attention, "auto", "dense" or "flex"; see ``block_attention``.
 
     Raises:
         ValueError: a field is out of its range; the message names it.
@@ -71,6 +72,7 @@ class Config:
     sliding_window: int | None = None
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
+    kernel: Kernel = "auto"
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -84,6 +86,7 @@ class Config:
         window = self.sliding_window is None or self.sliding_window >= 1
         given = self.sliding_window is not None or not self.sliding_layers
         require(self, "sliding_window", window and given, "at least 1 where layers slide")
+        require(self, "kernel", self.kernel in KERNELS, f"one of {KERNELS}")
 
 
 _SIZES = (
@@ -221,10 +224,14 @@ def apply(
         config.sliding_window if i in config.sliding_layers else None
         for i in range(config.num_layers)
     ]
-    masks = {window: block_mask(anchors, keep, *size, window=window) for window in set(windows)}
+    kernel = choose_kernel(config.kernel, slots, config.head_dim)
+    attend = {
+        window: block_attention(anchors, keep, *size, window=window, kernel=kernel)
+        for window in set(windows)
+    }
     hidden = slots.flatten(1, 2)
     for layer, window in zip(params["layers"], windows, strict=True):
-        hidden = call(_layer, layer, hidden, context, tables, masks[window], config)
+        hidden = call(_layer, layer, hidden, context, tables, attend[window], config)
     return rms_norm(hidden, params["norm"], config.norm_eps).unflatten(1, slots.shape[1:3])
 
 
@@ -242,17 +249,17 @@ def _rope(
 
 
 def _layer(
-    params: Params, hidden: Tensor, context: Tensor, tables: Tables, mask: Tensor, config: Config
+    params: Params, hidden: Tensor, context: Tensor, tables: Tables, attend: Attend, config: Config
 ) -> Tensor:
     normed = rms_norm(hidden, params["attn_norm"], config.norm_eps)
-    hidden = hidden + _attention(params["attn"], normed, context, tables, mask, config)
+    hidden = hidden + _attention(params["attn"], normed, context, tables, attend, config)
     mlp = params["mlp"]
     normed = rms_norm(hidden, params["mlp_norm"], config.norm_eps)
     return hidden + swiglu(normed, mlp["gate"], mlp["up"], mlp["down"])
 
 
 def _attention(
-    params: Params, hidden: Tensor, context: Tensor, tables: Tables, mask: Tensor, config: Config
+    params: Params, hidden: Tensor, context: Tensor, tables: Tables, attend: Attend, config: Config
 ) -> Tensor:
     cos, sin = tables
     source = torch.cat([context, hidden], 1)
@@ -264,4 +271,4 @@ def _attention(
         rms_norm(q, params["q_norm"], config.norm_eps), cos[..., first:, :], sin[..., first:, :]
     )
     k = apply_rope(rms_norm(k, params["k_norm"], config.norm_eps), cos, sin)
-    return linear(merge_heads(attention(q, k, v, mask)), params["o"])
+    return linear(merge_heads(attend(q, k, v)), params["o"])

@@ -13,7 +13,15 @@ from torch.nn import functional
 from ..pure.terms import LossTerms, Metrics
 from .anchors import slot_weights
 
-__all__ = ["SlotValues", "slot_losses", "slot_metrics", "slot_terms"]
+__all__ = [
+    "SlotValues",
+    "accepted_length",
+    "renyi_divergence",
+    "slot_losses",
+    "slot_means",
+    "slot_metrics",
+    "slot_terms",
+]
 
 SlotValues = dict[str, Tensor]
 """Values ``[..., Q]`` by name."""
@@ -79,6 +87,28 @@ def slot_losses(
     return losses, measures
 
 
+def renyi_divergence(draft_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Rényi's divergence of order 1/2 of two distributions: ``-2 log sum_v sqrt(p_v t_v)``.
+
+    No gradient flows to the teacher.
+
+    Args:
+        draft_logits: ``[..., V]``, those of p.
+        teacher_logits: ``[..., V]``, those of t.
+
+    Returns:
+        ``[...]``, nats in float32 or wider.
+
+    Examples:
+        >>> p, t = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
+        >>> renyi_divergence(p, t)  # -2 log sqrt(1 / 2)
+        tensor(0.6931)
+    """
+    log_p = _wide(draft_logits).log_softmax(-1)
+    log_t = _wide(teacher_logits.detach()).log_softmax(-1)
+    return -2 * ((log_p + log_t) / 2).logsumexp(-1)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -117,7 +147,8 @@ def slot_metrics(
     Over the sum of weights: ``ce_loss``, ``l1_loss``, ``confidence_loss`` and
     ``confidence_abs_error``. Over the number of supervised slots: ``accuracy``,
     ``draft_top1_prob``, ``teacher_top1_prob``, ``teacher_agreement``; ``ce_position`` and
-    ``accuracy_position`` are vectors ``[Q]``, one ratio a slot. ``tau_probabilistic`` is the
+    ``accuracy_position`` are vectors ``[Q]``, one ratio a slot. ``accepted_length`` is explained
+    there. ``tau_probabilistic`` is the
     expected number of tokens that a block of speculative sampling yields, over the number of
     blocks with a supervised slot: ``1 + sum_j prod_{i<=j} acceptance_i``.
 
@@ -140,10 +171,11 @@ def slot_metrics(
     values = {name: value.detach().double() for name, value in (losses | measures).items()}
     weights, count = slot_weights(supervised, decay_gamma), supervised.double()
     metrics = {
+        "accepted_length": accepted_length(measures["correct"], supervised),
         "accuracy": _mean(values["correct"], supervised, count),
-        "accuracy_position": _per_slot(values["correct"], supervised),
+        "accuracy_position": slot_means(values["correct"], supervised),
         "ce_loss": _mean(values["ce"], supervised, weights),
-        "ce_position": _per_slot(values["ce"], supervised),
+        "ce_position": slot_means(values["ce"], supervised),
         "draft_top1_prob": _mean(values["draft_top1_prob"], supervised, count),
     }
     if "l1" in values:
@@ -160,6 +192,41 @@ def slot_metrics(
     return metrics
 
 
+def accepted_length(correct: Tensor, supervised: Tensor) -> LossTerms:
+    """The tokens that a block yields in greedy decoding, if labels are what the target says.
+
+    One, and one for each slot before the first that is wrong or unsupervised; over the number of
+    blocks whose first slot is supervised.
+
+    Args:
+        correct: ``[..., Q]``, bool or 0 and 1.
+        supervised: ``[..., Q]`` bool.
+
+    Examples:
+        >>> accepted_length(torch.tensor([[1, 1, 0, 1]]), torch.ones(1, 4, dtype=torch.bool))
+        LossTerms(num=tensor(3., dtype=torch.float64), den=tensor(1., dtype=torch.float64))
+    """
+    return _expected_tokens(correct.double(), supervised)
+
+
+def slot_means(values: Tensor, supervised: Tensor) -> LossTerms:
+    """For each place in a block, the sum of values there, over the number of supervised slots.
+
+    Args:
+        values: ``[..., Q]``.
+        supervised: ``[..., Q]`` bool.
+
+    Returns:
+        Two vectors ``[Q]``.
+
+    Examples:
+        >>> slot_means(torch.tensor([[2.0, 5.0]]), torch.tensor([[True, False]]))
+        LossTerms(num=tensor([2., 0.]), den=tensor([1., 0.], dtype=torch.float64))
+    """
+    kept = torch.where(supervised, values, 0).flatten(0, -2)
+    return LossTerms(kept.sum(0), supervised.flatten(0, -2).double().sum(0))
+
+
 def _total(values: Tensor, supervised: Tensor, weights: Tensor) -> Tensor:
     # `where` first: 0 * inf is no zero.
     return (torch.where(supervised, values, 0) * weights).sum()
@@ -167,11 +234,6 @@ def _total(values: Tensor, supervised: Tensor, weights: Tensor) -> Tensor:
 
 def _mean(values: Tensor, supervised: Tensor, weights: Tensor) -> LossTerms:
     return LossTerms(_total(values, supervised, weights), weights.sum())
-
-
-def _per_slot(values: Tensor, supervised: Tensor) -> LossTerms:
-    kept = torch.where(supervised, values, 0).flatten(0, -2)
-    return LossTerms(kept.sum(0), supervised.flatten(0, -2).double().sum(0))
 
 
 def _expected_tokens(acceptance: Tensor, supervised: Tensor) -> LossTerms:

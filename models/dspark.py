@@ -2,9 +2,11 @@
 
 The backbone drafts the Q tokens behind an anchor in parallel. The Markov head corrects the logits
 of each slot by the token before it, and the confidence head predicts how much of the target's
-distribution the draft covers. Embedding and output head are those of the target. They are frozen,
-and passed beside the params as ``target``: a dict with ``embed`` ``[V, H]`` and, unless the two are
-tied, ``head`` ``[V, H]``, such as the params of ``decoder``.
+distribution the draft covers. Embedding and output head are those of the ``target``, see
+``block_drafter``.
+
+With ``dpard_alpha`` it is trained by D-PARD: Rényi's divergence from the target, each slot weighted
+by the ``credit`` it has with the acceptance of the draft, averaged over rows.
 
 Slot j of the block at anchor a predicts token ``a + 1 + j``: slot 0 holds the anchor's token, the
 others the mask token. In training the Markov head reads the true previous token.
@@ -22,20 +24,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..pure import random, tree
+from ..pure import random
 from ..pure.objective import TermMean, term_mean
 from ..pure.terms import LossTerms, Metrics
 from . import backbone, markov
-from .anchors import (
-    anchor_width,
-    block_tokens,
-    sample_anchors,
-    slot_weights,
-    supervised_slots,
-    take_slots,
+from .anchors import slot_weights, supervised_slots, take_slots
+from .block_drafter import hidden_states, map_blocks, output_head, prepare, require_fields
+from .block_losses import (
+    SlotValues,
+    renyi_divergence,
+    slot_losses,
+    slot_means,
+    slot_metrics,
+    slot_terms,
 )
-from .block_losses import SlotValues, slot_losses, slot_metrics, slot_terms
-from .chunking import map_chunks
+from .credit import block_average, credit
 from .dspark_config import Config
 from .layers import embed, init_weight, linear
 
@@ -117,15 +120,12 @@ def apply(params: Params, batch: Batch, config: Config, target: Params) -> Slots
     Returns:
         Values of leading shape ``[B, N, Q]``; ``logits`` makes logits of them.
     """
-    tokens, anchors, keep = batch["tokens"], batch["anchors"], batch["keep"]
-    size = config.block_size
-    ids = block_tokens(tokens, anchors, keep, size, mask_token_id=config.mask_token_id)
-    slots = embed(ids, target["embed"].detach())
-    hidden = backbone.apply(params, batch["captured"], slots, anchors, keep, config)
+    hidden = hidden_states(params, batch, config, target)
     if not config.markov_rank:
         return Slots(hidden, None, confidence_logits(params, hidden, None, config))
     head = params["markov"]
-    previous = embed(take_slots(tokens, anchors, size), head["embed"])
+    tokens = take_slots(batch["tokens"], batch["anchors"], config.block_size)
+    previous = embed(tokens, head["embed"])
     vectors = markov.scan_slots(head, config.markov_head, previous, hidden)
     return Slots(hidden, vectors, confidence_logits(params, hidden, previous, config))
 
@@ -160,46 +160,19 @@ def logits(params: Params, slots: Slots, target: Params) -> Tensor:
     Returns:
         ``[..., Q, V]``.
     """
-    base = linear(slots.hidden, _head(target))
+    base = linear(slots.hidden, output_head(target))
     return base if slots.markov is None else base + linear(slots.markov, params["markov"]["out"])
 
 
-def _head(target: Params) -> Tensor:
-    return target["head" if "head" in target else "embed"].detach()
-
-
-def prepare(batch: Batch, config: Config) -> Batch:
-    """Draw the anchors of a batch, on the host, when it is built.
-
-    Args:
-        batch: a dict with ``loss_mask`` ``[B, S]`` and ``key`` ``[B, 2]``, one key a row.
-        config: gives the most anchors in a row.
-
-    Returns:
-        The batch with ``anchors`` ``[B, N]`` and ``keep`` ``[B, N]``, N what its fullest row needs.
-
-    Examples:
-        >>> config = Config(vocab_size=9, mask_token_id=8, hidden_size=8, intermediate_size=12,
-        ...                 num_heads=2, num_kv_heads=1, head_dim=4, num_target_layers=3)
-        >>> batch = {"loss_mask": torch.tensor([[0, 1, 1, 1]]), "key": random.key(0)[None]}
-        >>> prepare(batch, config)["anchors"]
-        tensor([[1, 2]])
-    """
-    mask = batch["loss_mask"]
-    num_anchors = anchor_width(mask, config.num_anchors)
-    anchors, keep = sample_anchors(batch["key"], mask, num_anchors)
-    return {**batch, "anchors": anchors, "keep": keep}
-
-
-def den(batch: Batch, config: Config) -> Tensor:
-    """The sum of weights that ``loss_terms`` divides by, from masks and anchors alone.
+def den(batch: Batch, config: Config) -> Tensor | dict[str, Tensor]:
+    """The den of ``loss_terms``, from masks and anchors alone.
 
     Args:
         batch: from ``prepare``.
         config: the drafter.
 
     Returns:
-        A float64 scalar.
+        The sum of weights, a float64 scalar; with D-PARD the number of rows beside it, by name.
 
     Examples:
         >>> config = Config(vocab_size=9, mask_token_id=8, hidden_size=8, intermediate_size=12,
@@ -208,7 +181,12 @@ def den(batch: Batch, config: Config) -> Tensor:
         >>> den(prepare(batch, config), config)
         tensor(6., dtype=torch.float64)
     """
-    return slot_weights(_supervised(batch, config), config.decay_gamma).sum()
+    supervised = _supervised(batch, config)
+    weights = slot_weights(supervised, config.decay_gamma).sum()
+    if config.dpard_alpha is None:
+        return weights
+    rows = block_average(supervised, supervised, "row").den
+    return {name: rows if name == "dpard" else weights for name in config.alphas}
 
 
 def _supervised(batch: Batch, config: Config) -> Tensor:
@@ -216,7 +194,11 @@ def _supervised(batch: Batch, config: Config) -> Tensor:
 
 
 def objective(config: Config) -> TermMean:
-    """``(ce_alpha CE + l1_alpha L1 + confidence_alpha CONF) / den``, for ``window_grad``."""
+    """``(ce_alpha CE + l1_alpha L1 + confidence_alpha CONF) / den``, for ``window_grad``.
+
+    With D-PARD ``DPARD / rows + confidence_alpha CONF / den``: two dens, so give ``window_grad``
+    ``den_fn=functools.partial(den, config=config)`` and it takes one backward a micro-step.
+    """
     return term_mean(config.alphas)
 
 
@@ -254,44 +236,46 @@ def loss_terms(
         >>> terms.num["ce"], terms.den  # six labels behind three anchors, ln 9 each
         (tensor(13.1833, dtype=torch.float64), tensor(6., dtype=torch.float64))
     """
-    _check_fields(batch, config)
+    fields = ["tokens", "loss_mask", "captured", "anchors", "keep"]
+    fields += ["final"] if config.needs_teacher else []
+    require_fields("dspark.loss_terms", batch, fields)
+    slots = apply(params, batch, config, target)
+    losses, measures = _slot_values(params, slots, batch, config, target)
+    supervised = _supervised(batch, config)
+    metrics = slot_metrics(losses, measures, supervised, config.decay_gamma)
+    active = {name: losses[name] for name in config.alphas}
+    if config.dpard_alpha is None:
+        return slot_terms(active, supervised, config.decay_gamma), metrics
+    worth = credit(measures["acceptance"], supervised, config.dpard_alpha)
+    dpard = block_average(worth * active.pop("dpard"), supervised, "row")
+    metrics["dpard_loss"] = LossTerms(dpard.num.detach(), dpard.den)
+    metrics["dpard_credit_position"] = slot_means(worth, supervised)
+    others = slot_terms(active, supervised, config.decay_gamma)
+    dens = {"dpard": dpard.den} | dict.fromkeys(active, others.den)
+    return LossTerms({"dpard": dpard.num} | others.num, dens), metrics
+
+
+def _slot_values(
+    params: Params, slots: Slots, batch: Batch, config: Config, target: Params
+) -> tuple[SlotValues, SlotValues]:
+    """``slot_losses`` of ``[B, N, Q]`` slots, the logits of a few blocks at a time."""
     anchors, size = batch["anchors"], config.block_size
     fields = {"labels": take_slots(batch["tokens"], anchors, size, offset=1)}
     if config.needs_teacher:
         fields["teacher"] = take_slots(batch["final"], anchors, size)
-    slots = apply(params, batch, config, target)
-    losses, measures = _slot_values(params, slots, fields, config, target)
-    supervised = _supervised(batch, config)
-    active = {name: losses[name] for name in config.alphas}
-    terms = slot_terms(active, supervised, config.decay_gamma)
-    return terms, slot_metrics(losses, measures, supervised, config.decay_gamma)
-
-
-def _slot_values(
-    params: Params, slots: Slots, fields: Batch, config: Config, target: Params
-) -> tuple[SlotValues, SlotValues]:
-    """``slot_losses`` of ``[B, N, Q]`` slots, the logits of a few blocks at a time."""
-    on_blocks = functools.partial(_block_values, target={"head": _head(target)})
+    on_blocks = functools.partial(
+        _block_values, target={"head": output_head(target)}, dpard=config.dpard_alpha is not None
+    )
     heads = {"markov": {"out": params["markov"]["out"]}} if config.markov_rank else {}
-    leading = slots.hidden.shape[:2]
-    slots, fields = tree.map(lambda x: x.flatten(0, 1), (slots, fields))
-    values = map_chunks(on_blocks, heads, slots, fields, chunk_size=config.chunk_blocks)
-    return tree.map(lambda x: x.unflatten(0, leading), values)
+    return map_blocks(on_blocks, heads, slots, fields, chunk_size=config.chunk_blocks)
 
 
 def _block_values(
-    heads: Params, slots: Slots, fields: Batch, target: Params
+    heads: Params, slots: Slots, fields: Batch, target: Params, dpard: bool
 ) -> tuple[SlotValues, SlotValues]:
+    draft = logits(heads, slots, target)
     teacher = linear(fields["teacher"], target["head"]) if "teacher" in fields else None
-    return slot_losses(logits(heads, slots, target), fields["labels"], teacher, slots.confidence)
-
-
-def _check_fields(batch: Batch, config: Config) -> None:
-    needed = ["tokens", "loss_mask", "captured", "anchors", "keep"]
-    needed += ["final"] if config.needs_teacher else []
-    missing = [name for name in needed if name not in batch]
-    if missing:
-        raise ValueError(
-            f"dspark.loss_terms: batch must have {needed}, got none of {missing}. "
-            "`prepare` adds anchors and keep."
-        )
+    losses, measures = slot_losses(draft, fields["labels"], teacher, slots.confidence)
+    if dpard and teacher is not None:
+        losses["dpard"] = renyi_divergence(draft, teacher)
+    return losses, measures

@@ -1,29 +1,16 @@
 """Draft the tokens behind a position with a DSpark drafter, as speculative decoding needs them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from . import backbone, markov
+from . import markov
+from .block_drafter import Draft, draft_states
 from .dspark import Config, Slots, confidence_logits, logits
 from .layers import embed, linear
 
 __all__ = ["Draft", "draft"]
-
-
-class Draft(NamedTuple):
-    """A drafted block.
-
-    Attributes:
-        tokens: ``[B, Q]`` int64.
-        confidence: ``[B, Q]``, the predicted probability that the target accepts each token given
-            that it accepted those before; None without a confidence head.
-    """
-
-    tokens: Tensor
-    confidence: Tensor | None
 
 
 def draft(params: Any, captured: Tensor, token: Tensor, config: Config, target: Any) -> Draft:
@@ -51,13 +38,7 @@ def draft(params: Any, captured: Tensor, token: Tensor, config: Config, target: 
         >>> draft(params, torch.ones(1, 5, 24), torch.tensor([3]), config, target).tokens
         tensor([[0, 0, 0, 0, 0, 0, 0]])
     """
-    num_rows, anchor = captured.shape[:2]
-    anchors = torch.full((num_rows, 1), anchor, device=token.device)
-    padding = (0, config.block_size - 1)
-    ids = functional.pad(token[:, None], padding, value=config.mask_token_id)
-    slots = embed(ids[:, None], target["embed"])
-    keep = torch.ones_like(anchors, dtype=torch.bool)
-    hidden = backbone.apply(params, captured, slots, anchors, keep, config)[:, 0]
+    hidden = draft_states(params, captured, token, config, target)
     return _greedy(params, hidden, token, config, target)
 
 

@@ -72,6 +72,7 @@ def test_known_metrics():
     losses, measures, supervised = known_case()
     metrics = slot_metrics(losses, measures, supervised, None)
     expected = {
+        "accepted_length": (4, 3),
         "accuracy": (1, 12),
         "accuracy_position": ([1, 0, 0, 0, 0], [3, 3, 3, 2, 1]),
         "ce_loss": (43.266255, 12),
