@@ -44,6 +44,27 @@ def precision(threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
     measure(threads, out, console)
 
 
+@app.command()
+def ranks(rounds: int = 7, out: Out = Path("runs/benchmarks")) -> None:
+    """A DSpark window on two ranks, normalised once and normalised in each micro-step."""
+    from per_micro_step import measure
+
+    measure(rounds, out, console)
+
+
+@app.command()
+def simulate(
+    rounds: int = 3,
+    latency: Annotated[float, typer.Option(help="Of a message, in seconds.")] = 10e-6,
+    bandwidth: Annotated[float, typer.Option(help="From rank to rank, in bytes/s.")] = 25e9,
+    out: Out = Path("runs/benchmarks"),
+) -> None:
+    """1 to 4096 ranks and 1 to 64 micro-steps on paper, from measured times of micro-steps."""
+    from simulate import measure
+
+    measure(rounds, latency, bandwidth, out, console)
+
+
 @app.command(name="all")
 def everything(threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
     """All of them, with their default rounds."""
