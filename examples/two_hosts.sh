@@ -11,12 +11,17 @@ torchrun=${TORCHRUN:-$(dirname "$0")/../.venv/bin/torchrun}
 tag=nd$$                         # namespaces of this run; two of them may go on at once
 first=10.213.7.1 second=10.213.7.2
 
+hosts=()                         # torchrun on each, which passes SIGTERM on to its rank
+
 clean_up() {
-    kill %1 2>/dev/null || true
+    kill "${hosts[@]}" 2>/dev/null || true
+    wait
     ip netns del "$tag-a" 2>/dev/null || true
     ip netns del "$tag-b" 2>/dev/null || true
 }
 trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 ip netns add "$tag-a"
 ip netns add "$tag-b"
@@ -30,7 +35,7 @@ done
 on_host() {                      # on_host NAMESPACE ADDRESS IS_FIRST ARGUMENTS...
     local namespace=$1 address=$2 is_first=$3
     shift 3
-    GLOO_SOCKET_IFNAME=veth0 ip netns exec "$namespace" "$torchrun" \
+    GLOO_SOCKET_IFNAME=veth0 exec ip netns exec "$namespace" "$torchrun" \
         --nnodes 2 --nproc-per-node 1 --local-addr "$address" \
         --rdzv-backend c10d --rdzv-endpoint "$first:29500" --rdzv-id "$tag" \
         --rdzv-conf "is_host=$is_first" \
@@ -38,5 +43,7 @@ on_host() {                      # on_host NAMESPACE ADDRESS IS_FIRST ARGUMENTS.
 }
 
 on_host "$tag-b" "$second" 0 "$@" &
-on_host "$tag-a" "$first" 1 "$@"
-wait %1
+hosts+=($!)
+on_host "$tag-a" "$first" 1 "$@" &
+hosts+=($!)
+for host in "${hosts[@]}"; do wait "$host"; done

@@ -37,7 +37,9 @@ def checkpoints_of(config: TrainConfig, out: Path) -> Path | None:
             )
     elif os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
-        known.write_text(json.dumps(own, indent=2) + "\n")
+        unfinished = known.with_suffix(".unfinished")  # other ranks may be reading the name
+        unfinished.write_text(json.dumps(own, indent=2) + "\n")
+        unfinished.replace(known)
     return folder
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -383,6 +384,25 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     assert checkpoints_of(with_overrides(config, free), tmp_path) == folder
     with pytest.raises(ValueError, match=r"are of a run with drafter\.lr=0\.002, got 0\.5\. Give"):
         checkpoints_of(with_overrides(config, ["drafter.lr=0.5"]), tmp_path)
+
+
+def test_what_checkpoints_are_of_is_whole_or_not_there(tmp_path, monkeypatch):
+    """Under torchrun another rank reads it meanwhile; and a process may be killed within."""
+    config, write = with_overrides(TINY, ["run.save_every=1"]), Path.write_text
+
+    def breaks_off(path, text):
+        write(path, text[:9])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", breaks_off)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints_of(config, tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    assert checkpoints_of(config, tmp_path) == tmp_path / "checkpoints"
+    monkeypatch.setenv("RANK", "0")
+    assert checkpoints_of(config, tmp_path) == tmp_path / "checkpoints"
+    assert json.loads((tmp_path / "checkpoints/config.json").read_text())["run.seed"] == 0
 
 
 @pytest.mark.slow
