@@ -1,7 +1,6 @@
-import math
-
 import pytest
 import torch
+from block_cases import naive_block
 from dspark_cases import MASK_TOKEN, TARGET, make_batch, make_config, make_params, normal
 
 from numden.models import backbone, dspark, markov
@@ -50,54 +49,6 @@ def test_untrained_markov_head_corrects_nothing(kind):
     slots = dspark.apply(params, batch, config, TARGET)
     plain = dspark.logits(params, slots._replace(markov=None), TARGET)
     assert torch.equal(dspark.logits(params, slots, TARGET), plain)
-
-
-def naive_rms_norm(x, weight):
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-def naive_rope(x, positions, theta=1e6):
-    """x [L, D] by pairs (i, i + D/2), as complex numbers."""
-    half = x.shape[-1] // 2
-    angle = positions[:, None] * theta ** (-2.0 * torch.arange(half) / x.shape[-1])
-    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], -1)
-
-
-def naive_block(params, captured, slots, anchor, config):
-    """One block alone, attending to a context that is cut before its anchor: no mask is needed."""
-    dim = config.head_dim
-    context = naive_rms_norm(
-        captured[:anchor] @ params["context"]["weight"].T, params["context"]["norm"]
-    )
-    hidden = slots
-    slot_positions = anchor + torch.arange(len(slots), dtype=torch.float64)
-    positions = torch.cat([torch.arange(anchor, dtype=torch.float64), slot_positions])
-    for i, layer in enumerate(params["layers"]):
-        attn, normed = layer["attn"], naive_rms_norm(hidden, layer["attn_norm"])
-        source = torch.cat([context, normed])
-        heads = []
-        for head in range(config.num_heads):
-            own = slice(head * dim, (head + 1) * dim)
-            group = head // (config.num_heads // config.num_kv_heads)
-            kv = slice(group * dim, (group + 1) * dim)
-            q = naive_rope(
-                naive_rms_norm(normed @ attn["q"][own].T, attn["q_norm"]), slot_positions
-            )
-            k = naive_rope(naive_rms_norm(source @ attn["k"][kv].T, attn["k_norm"]), positions)
-            scores = q @ k.T / math.sqrt(dim)
-            if i in config.sliding_layers:
-                hides = positions <= slot_positions[:, None] - config.sliding_window
-                hides[:, anchor:] = False
-                scores = scores.masked_fill(
-                    hides | (positions > slot_positions[:, None]), -math.inf
-                )
-            heads.append(scores.softmax(-1) @ (source @ attn["v"][kv].T))
-        hidden = hidden + torch.cat(heads, -1) @ attn["o"].T
-        normed, mlp = naive_rms_norm(hidden, layer["mlp_norm"]), layer["mlp"]
-        gate = normed @ mlp["gate"].T
-        hidden = hidden + (gate * torch.sigmoid(gate) * (normed @ mlp["up"].T)) @ mlp["down"].T
-    return naive_rms_norm(hidden, params["norm"])
 
 
 @pytest.mark.parametrize("sliding", [{}, {"sliding_layers": (1,), "sliding_window": 3}])

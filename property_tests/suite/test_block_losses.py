@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from block_cases import known_batch, sines
 from dspark_cases import make_config, normal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,25 +16,16 @@ from numden.pure import random, tree
 # Known numbers: logits from a closed form, two rows, three blocks.
 
 
-def sines(shape, a, b):
-    index = torch.arange(math.prod(shape), dtype=torch.float64)
-    return 2 * torch.sin(a * index + b).reshape(shape)
-
-
 def known_case():
-    tokens = torch.tensor([[1, 4, 2, 8, 3, 7, 5, 6, 9], [2, 5, 1, 4, 7, 3, 8, 10, 11]])
-    loss_mask = torch.ones(2, 9)
-    loss_mask[0, 7] = loss_mask[1, 6] = 0
-    anchors = torch.tensor([[0, 3], [1, 4]])
-    keep = torch.tensor([[True, True], [True, False]])
-    shape = 2, 2, 5
+    batch, shape = known_batch(), (2, 2, 5)
+    tokens, anchors = batch["tokens"], batch["anchors"]
     losses, measures = slot_losses(
         sines((*shape, 13), 0.37, 0.1),
         take_slots(tokens, anchors, 5, offset=1),
         sines((*shape, 13), 0.53, 0.7),
         sines(shape, 0.9, 0.2),
     )
-    return losses, measures, supervised_slots(loss_mask, anchors, keep, 5)
+    return losses, measures, supervised_slots(batch["loss_mask"], anchors, batch["keep"], 5)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numden.models import decoder, dspark, dspark_draft
+from numden.models import decoder, dflash, dflash_draft, domino, domino_draft, dspark, dspark_draft
 from numden.models.decoding import Decoded, Target, cached_decoder, greedy, speculative_greedy
 from numden.pure import random
 
@@ -171,6 +171,46 @@ def test_equivalent_speculative_greedy_dspark(markov_head):
         decoded = speculative_greedy(target, drafter, prompt, 40)
         assert torch.equal(decoded.tokens, expected)
         assert all(0 <= kept <= 4 for kept in decoded.accepted)
+
+
+PARALLEL = dict(
+    vocab_size=VOCAB,
+    mask_token_id=VOCAB - 1,
+    hidden_size=8,
+    intermediate_size=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    num_target_layers=len(LAYERS),
+    num_layers=2,
+    block_size=4,
+)
+SMALL = {"gru_size": 5, "correction_rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("model_of", "draft", "config"),
+    [
+        (dflash, dflash_draft.draft, dflash.Config(**PARALLEL)),
+        (domino, domino_draft.draft, domino.Config(**PARALLEL, **SMALL)),
+        (domino, domino_draft.draft, domino.Config(**PARALLEL, **SMALL, shift_label=True)),
+    ],
+    ids=["dflash", "domino", "domino, shifted"],
+)
+def test_equivalent_speculative_greedy_parallel_drafters(model_of, draft, config):
+    target_params, prompt = model(), torch.tensor([3, 1, 4])
+    params = model_of.init(config, random.key(1), std=0.5, dtype=torch.float64)
+    if "correction" in params:
+        params["correction"]["out"] = random.normal(random.key(2), (VOCAB, 3), dtype=torch.float64)
+
+    def drafter(captured, token):
+        return draft(params, captured, token, config, target_params).tokens
+
+    cached = cached_decoder(target_params, CONFIG, capacity=64, layers=LAYERS)
+    expected = greedy(cached, prompt, 40)
+    decoded = speculative_greedy(cached, drafter, prompt, 40)
+    assert torch.equal(decoded.tokens, expected)
+    assert all(0 <= kept <= config.num_drafted for kept in decoded.accepted)
 
 
 @pytest.mark.parametrize(
