@@ -21,6 +21,7 @@ __all__ = [
     "Cache",
     "Config",
     "apply",
+    "capture",
     "hidden_states",
     "init",
     "init_cache",
@@ -30,6 +31,7 @@ __all__ = [
     "next_tokens",
     "shapes",
     "step",
+    "token_metrics",
 ]
 
 Params = Any
@@ -127,7 +129,7 @@ def hidden_states(
     for layer in params["layers"]:
         x = call(block, layer, x, angles, config)
         outputs.append(x)
-    return _captured("hidden_states", outputs, layers), rms_norm(x, params["norm"], config.norm_eps)
+    return capture("hidden_states", outputs, layers), rms_norm(x, params["norm"], config.norm_eps)
 
 
 def loss_terms(
@@ -205,13 +207,20 @@ def metrics(
     """
     with torch.no_grad():
         _, final = hidden_states(params, batch["tokens"], config)
-        labels, where = next_tokens(batch)
-        flat = [each.flatten(0, 1) for each in (final, labels, where)]
-        if "supervised" in batch:
-            flat = [each[batch["supervised"]] for each in flat]
-        head = _head(params, config)
-        chunks = zip(*(each.split(chunk_size) for each in flat), strict=True)
-        return reduce(add, [_token_metrics(*chunk, head=head) for chunk in chunks])
+        return token_metrics(params, final, batch, config, chunk_size)
+
+
+def token_metrics(
+    params: Params, final: Tensor, batch: Mapping[str, Tensor], config: Config, chunk_size: int
+) -> Metrics:
+    """``metrics`` of final states [B, S, H] that are at hand."""
+    labels, where = next_tokens(batch)
+    flat = [each.flatten(0, 1) for each in (final, labels, where)]
+    if "supervised" in batch:
+        flat = [each[batch["supervised"]] for each in flat]
+    head = _head(params, config)
+    chunks = zip(*(each.split(chunk_size) for each in flat), strict=True)
+    return reduce(add, [_token_metrics(*chunk, head=head) for chunk in chunks])
 
 
 def _token_metrics(hidden: Tensor, labels: Tensor, where: Tensor, *, head: Tensor) -> Metrics:
@@ -297,7 +306,7 @@ def step(
     keys, values = ([pair[i] for pair in past] for i in (0, 1))
     final = rms_norm(x, params["norm"], config.norm_eps)
     longer = Cache(keys, values, cache.length + tokens.shape[1])
-    return _captured("step", outputs, layers), final, longer
+    return capture("step", outputs, layers), final, longer
 
 
 def _next_positions(tokens: Tensor, cache: Cache) -> Tensor:
@@ -315,7 +324,12 @@ def _head(params: Params, config: Config) -> Tensor:
     return params["embed"] if config.tie_embeddings else params["head"]
 
 
-def _captured(name: str, outputs: list[Tensor], layers: Sequence[int]) -> Tensor:
+def capture(name: str, outputs: list[Tensor], layers: Sequence[int]) -> Tensor:
+    """Chosen ones of the outputs [B, S, H] of blocks, side by side; ``name`` is for errors.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
     for index in layers:
         if not 0 <= index < len(outputs):
             raise ValueError(

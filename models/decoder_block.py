@@ -18,7 +18,16 @@ from .layers import (
     swiglu,
 )
 
-__all__ = ["Config", "block", "block_shapes", "cached_block", "tables"]
+__all__ = [
+    "Config",
+    "attend",
+    "block",
+    "block_shapes",
+    "cached_attend",
+    "cached_block",
+    "check_field",
+    "tables",
+]
 
 Params = Any
 Tables = tuple[Tensor, Tensor]
@@ -53,10 +62,11 @@ class Config:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        # Fields of configs that extend this one are theirs to check.
+        for field in fields(Config):
             kind: Any = field.type
             kinds = (int, float) if kind is float else (kind,)
-            _check_field(field.name, getattr(self, field.name), kinds)
+            check_field(field.name, getattr(self, field.name), kinds)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 "Config: num_heads must be a multiple of num_kv_heads, got "
@@ -68,7 +78,19 @@ class Config:
             )
 
 
-def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+def check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    """Raise unless a field of a config is of one of ``kinds``, and positive where it is a number.
+
+    Raises:
+        TypeError: another kind.
+        ValueError: not positive.
+
+    Examples:
+        >>> check_field("num_layers", 0, (int,))
+        Traceback (most recent call last):
+            ...
+        ValueError: Config: num_layers must be positive, got num_layers=0.
+    """
     if type(value) not in kinds:
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"Config: {name} must be {expected}, got {name}={value!r}.")
@@ -124,8 +146,13 @@ def block(layer: Params, x: Tensor, angles: Tables, config: Config) -> Tensor:
     Returns:
         [B, S, H].
     """
+    return _add_mlp(layer, attend(layer, x, angles, config), config)
+
+
+def attend(layer: Params, x: Tensor, angles: Tables, config: Config) -> Tensor:
+    """The first half of ``block``: ``x`` and what causal attention adds to it, [B, S, H]."""
     q, k, v = _queries_keys_values(layer, x, angles, config)
-    return _after_attention(layer, x, attention(q, k, v, causal=True), config)
+    return _add_attention(layer, x, attention(q, k, v, causal=True))
 
 
 def cached_block(
@@ -149,11 +176,24 @@ def cached_block(
     Returns:
         [B, L, H], and keys and values that hold the new ones.
     """
+    x, past = cached_attend(layer, x, angles, config, past, positions)
+    return _add_mlp(layer, x, config), past
+
+
+def cached_attend(
+    layer: Params,
+    x: Tensor,
+    angles: Tables,
+    config: Config,
+    past: list[Tensor],
+    positions: Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """The first half of ``cached_block``, of the same arguments."""
     q, *new = _queries_keys_values(layer, x, angles, config)
     keys, values = (_written(old, at, positions) for old, at in zip(past, new, strict=True))
     visible = torch.arange(keys.shape[2], device=x.device) <= positions[..., None]
     attended = attention(q, keys, values, visible)
-    return _after_attention(layer, x, attended, config), [keys, values]
+    return _add_attention(layer, x, attended), [keys, values]
 
 
 def _written(buffer: Tensor, new: Tensor, positions: Tensor) -> Tensor:
@@ -173,8 +213,10 @@ def _queries_keys_values(
     return q, k, v
 
 
-def _after_attention(layer: Params, x: Tensor, attended: Tensor, config: Config) -> Tensor:
-    mlp = layer["mlp"]
-    x = x + linear(merge_heads(attended), layer["attn"]["o"])
-    normed = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+def _add_attention(layer: Params, x: Tensor, attended: Tensor) -> Tensor:
+    return x + linear(merge_heads(attended), layer["attn"]["o"])
+
+
+def _add_mlp(layer: Params, x: Tensor, config: Config) -> Tensor:
+    mlp, normed = layer["mlp"], rms_norm(x, layer["mlp_norm"], config.norm_eps)
     return x + swiglu(normed, mlp["gate"], mlp["up"], mlp["down"])

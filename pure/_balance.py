@@ -8,7 +8,7 @@ from torch import Tensor
 from ._masked import count, keep, keep_rows, require_mask, require_shape
 from .terms import LossTerms, divide
 
-__all__ = ["balance_loss", "balance_stats"]
+__all__ = ["balance_loss", "balance_per_micro_step", "balance_stats"]
 
 
 def balance_stats(
@@ -57,7 +57,8 @@ def balance_loss(totals: LossTerms, *, num_selected: int, alpha: float = 1.0) ->
     up to 1, and ``alpha · E / k`` where all tokens go to the same k experts; 0 without tokens.
 
     Args:
-        totals: sums of ``balance_stats``, over a window and ranks.
+        totals: sums of ``balance_stats``, over a window and ranks; those of several layers as
+            ``[..., E]`` over one count of tokens, whose losses are added.
         num_selected: k, the experts that one token is given to.
         alpha: factor of the loss.
 
@@ -75,3 +76,26 @@ def balance_loss(totals: LossTerms, *, num_selected: int, alpha: float = 1.0) ->
     means: dict[str, Any] = divide(totals)
     num_experts = means["probs"].shape[-1]
     return alpha * num_experts / num_selected * (means["counts"].detach() * means["probs"]).sum()
+
+
+def balance_per_micro_step(stats: LossTerms, *, num_selected: int) -> LossTerms:
+    """A term whose ratio is the mean over micro-steps of their own balancing losses, by tokens.
+
+    Micro-step j with n_j tokens and the loss A_j contributes ``n_j A_j`` and ``n_j``. Unlike the
+    balancing loss of the window, which is the smaller one as a rule, it depends on how the window
+    is cut and asks for balance within each micro-step of each rank. Splitting a window into equal
+    micro-steps does not scale it. In return it is linear in sums: any plan can express it.
+
+    Args:
+        stats: from ``balance_stats``, of one micro-step; several layers as in ``balance_loss``.
+        num_selected: k, the experts that one token is given to.
+
+    Returns:
+        ``num``, a scalar; ``den``, the int64 number of tokens.
+
+    Examples:
+        >>> probs = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+        >>> balance_per_micro_step(balance_stats(probs, torch.tensor([[0], [0]])), num_selected=1)
+        LossTerms(num=tensor(2.5000, dtype=torch.float64), den=tensor(2))
+    """
+    return LossTerms(stats.den * balance_loss(stats, num_selected=num_selected), stats.den)

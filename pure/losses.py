@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._balance import balance_loss as balance_loss
+from ._balance import balance_per_micro_step as balance_per_micro_step
 from ._balance import balance_stats as balance_stats
 from ._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from ._masked import keep, keep_rows, require_mask, require_shape, sum_terms, wide_dtype, widen
@@ -19,6 +20,7 @@ from .terms import LossTerms
 __all__ = [
     "Weighting",
     "balance_loss",
+    "balance_per_micro_step",
     "balance_stats",
     "binary_cross_entropy",
     "cross_entropy",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tree
+from . import random, tree
 from .terms import LossTerms, divide
 from .tree import PyTree
 
@@ -25,7 +25,6 @@ It is also evaluated at made-up totals on the CPU, to see which of its cotangent
 So let its constants be numbers, and no tensors of an accelerator.
 """
 
-_GOLDEN = 0.6180339887498949
 _NUM_PROBES = 4
 # An objective that computes in float32 rounds by 1e-7; cotangents of other directions differ by far
 # more, and what this lets through `spread` still sees at the real totals.
@@ -144,8 +143,8 @@ def made_up(like: LossTerms, index: int) -> LossTerms:
     leaves = tree.leaves(like)
     size = sum(leaf.numel() for leaf in leaves)
     num_dens = sum(leaf.numel() for leaf in tree.leaves(like.den))
-    places = torch.arange(1, size + 1, dtype=torch.float64) * (2 * index + 1)
-    values = (places * _GOLDEN).frac()
+    # Drawn: of a regular sequence some values keep a ratio, and look as if their sums did.
+    values = random.uniform(random.key(index), (size,), dtype=torch.float64, minval=0.05)
     values[size - num_dens :] += 1
     if index == 0:
         values[size - num_dens :] = 1

@@ -1,4 +1,5 @@
 import math
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from loss_cases import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from numden.pure import LossTerms, add, merge, window_grad
+from numden.pure import LossTerms, add, divide, merge, window_grad
 from numden.pure.losses import (
     balance_loss,
+    balance_per_micro_step,
     balance_stats,
     cross_entropy,
 )
@@ -123,3 +125,52 @@ def test_balance_stats_wait_for_no_device():
     with Ops() as ops:
         balance_stats(torch.rand(4, 3), torch.zeros(4, 2).long(), where=torch.ones(4).bool())
     assert ops.syncs == []
+
+
+def test_layers_are_added():
+    probs = torch.rand(2, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    selected = torch.tensor([[[0, 1]] * 6, [[1, 2]] * 6])
+    each = [balance_stats(*layer) for layer in zip(probs, selected, strict=True)]
+    stacked = LossTerms(
+        {n: torch.stack([s.num[n] for s in each]) for n in each[0].num}, each[0].den
+    )
+    losses = [balance_loss(stats, num_selected=2, alpha=0.3) for stats in each]
+    torch.testing.assert_close(balance_loss(stacked, num_selected=2, alpha=0.3), sum(losses))
+
+
+def test_columns_keep_the_experts_of_several_layers_apart():
+    """The cotangent of each sum of probabilities has its own scale, in made-up totals too."""
+    selected = torch.tensor([[[0, 1]] * 3 + [[2, 3]] * 2, [[0, 2]] * 2 + [[1, 3]] * 3])
+
+    def loss_fn(params, batch):
+        each = [balance_stats(params.softmax(-1), chosen) for chosen in selected]
+        num = {name: torch.stack([s.num[name] for s in each]) for name in each[0].num}
+        return LossTerms(num, each[0].den)
+
+    params = torch.arange(20, dtype=torch.float64).reshape(5, 4).sin()
+    objective = partial(balance_loss, num_selected=2)
+    columns, replay = (
+        window_grad(loss_fn, objective, plan=plan)(params, [None]) for plan in ("columns", "replay")
+    )
+    torch.testing.assert_close(columns.grads, replay.grads, **CLOSE)
+
+
+@given(routing=routings(), repeats=st.integers(1, 3))
+def test_balance_per_micro_step_is_the_mean_by_tokens(routing, repeats):
+    logits, selected, where = routing
+    k, probs = selected.shape[-1], logits.softmax(-1)
+    parts = [slice(0, 1), slice(1, None)] if len(probs) > 1 else [slice(None)]
+    stats = [balance_stats(probs[s], selected[s], where=where[s]) for s in parts]
+    terms = [balance_per_micro_step(each, num_selected=k) for each in stats] * repeats
+    losses = [balance_loss(each, num_selected=k) for each in stats]
+    sizes = [int(where[s].sum()) for s in parts]
+    expected = sum(n * loss for n, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+    torch.testing.assert_close(divide(reduce(add, terms)), expected, **CLOSE)
+
+
+def test_balance_per_micro_step_of_no_token_is_zero():
+    probs = torch.full((3, 2), 0.5, requires_grad=True)
+    empty = balance_stats(probs, torch.zeros(3, 1).long(), where=torch.zeros(3).bool())
+    terms = balance_per_micro_step(empty, num_selected=1)
+    assert terms.num == 0
+    assert torch.equal(torch.autograd.grad(terms.num, probs)[0], torch.zeros(3, 2))
