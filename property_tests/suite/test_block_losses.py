@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from numden.models import dspark
 from numden.models.anchors import supervised_slots, take_slots
-from numden.models.block_losses import slot_losses, slot_metrics, slot_terms
+from numden.models.block_losses import renyi_divergence, slot_losses, slot_metrics, slot_terms
 from numden.pure import random, tree
 
 # Known numbers: logits from a closed form, two rows, three blocks.
@@ -164,3 +164,24 @@ def test_no_gradient_to_teacher_and_acceptance():
     assert draft.grad is not None
     assert teacher.grad is None
     assert not any(value.requires_grad for value in measures.values())
+
+
+@given(st.integers(0, 999))
+def test_equivalent_renyi_divergence_probabilities(seed):
+    draft, teacher = normal(seed, 4, 5).requires_grad_(), normal(seed + 1, 4, 5).requires_grad_()
+    found = renyi_divergence(draft, teacher)
+    expected = -2 * (draft.softmax(-1) * teacher.softmax(-1)).sqrt().sum(-1).log()
+    torch.testing.assert_close(found, expected)
+    assert (found >= 0).all()
+    torch.testing.assert_close(renyi_divergence(draft, draft), torch.zeros(4, dtype=draft.dtype))
+    (grad,) = torch.autograd.grad(found.sum(), draft, retain_graph=True)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), draft)[0])
+    assert torch.autograd.grad(found.sum(), teacher, allow_unused=True) == (None,)
+
+
+def test_renyi_divergence_of_excluded_tokens_is_finite():
+    draft = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    value = renyi_divergence(draft, torch.tensor([0.0, -math.inf, -math.inf]))
+    value.backward()
+    assert value.item() == pytest.approx(-draft.detach().log_softmax(-1)[0].item())
+    assert draft.grad.isfinite().all()

@@ -243,6 +243,112 @@ def test_target_is_frozen(chunk_blocks):
     assert all(leaf.grad is None for leaf in target.values())
 
 
+# D-PARD.
+
+
+def dpard_config(**changes):
+    return make_config(**({"ce_alpha": 0.0, "l1_alpha": 0.0, "dpard_alpha": 0.25} | changes))
+
+
+def dpard_loops(params, batch, config):
+    """P, the number of rows, and the sum of credits by slot, one block and slot at a time."""
+    slots = dspark.apply(params, batch, config, TARGET)
+    draft = dspark.logits(params, slots, TARGET).softmax(-1)
+    alive = supervised_slots(batch["loss_mask"], batch["anchors"], batch["keep"], config.block_size)
+    total, rows_counted, credits = 0.0, set(), [0.0] * config.block_size
+    for b, n in alive.any(-1).nonzero().tolist():
+        rows_counted.add(b)
+        length, anchor = int(alive[b, n].sum()), int(batch["anchors"][b, n])
+        teacher = (batch["final"][b] @ TARGET["head"].T).softmax(-1)[anchor:]
+        survival, reached = 1.0, []
+        for p, t in zip(draft[b, n, :length], teacher, strict=False):
+            survival *= 0.25 + 0.75 * torch.minimum(p, t).sum().item()
+            reached.append(survival)
+        for i in range(length):
+            overlap = (draft[b, n, i] * teacher[i]).sqrt().sum()
+            credits[i] += sum(reached[i:])
+            total = total - 2 * sum(reached[i:]) * overlap.log()
+    return total, len(rows_counted), credits
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_equivalent_dpard_loops(kind):
+    """The loss, and its gradient, in which credit is a constant."""
+    config = dpard_config(markov_head=kind, confidence_alpha=0.0)
+    params, batch = make_params(config), make_batch(config)
+    found = value_and_grads(params, batch, config)
+    leaves = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
+    total, num_rows, credits = dpard_loops(leaves, batch, config)
+    grads = torch.autograd.grad(total, tree.leaves(leaves))
+    assert found["terms"].num["dpard"].item() == pytest.approx(total.item(), rel=1e-10)
+    assert found["terms"].den["dpard"] == num_rows == 3
+    assert_close(tree.leaves(found["grads"]), list(grads), rtol=1e-9, atol=1e-10)
+    loss, by_slot = (found["metrics"][name] for name in ("dpard_loss", "dpard_credit_position"))
+    assert (loss.num, loss.den) == (found["terms"].num["dpard"], num_rows)
+    assert by_slot.num.tolist() == pytest.approx(credits, rel=1e-10)
+    assert torch.equal(by_slot.den, found["metrics"]["accuracy_position"].den)
+
+
+def test_dpard_reaches_all_params_and_keeps_metrics_detached():
+    config = dpard_config(decay_gamma=3.0)
+    params = tree.map(lambda leaf: leaf.requires_grad_(), make_params(config))
+    terms, metrics = dspark.loss_terms(params, make_batch(config), config, TARGET)
+    weighted(terms, config).backward()
+    assert all(leaf.grad.count_nonzero() > 0 for leaf in tree.leaves(params))
+    assert not any(leaf.requires_grad for leaf in tree.leaves((metrics, terms.den)))
+
+
+@pytest.mark.parametrize("chunk_blocks", [2, 7])
+def test_equivalent_dpard_chunked_whole(chunk_blocks):
+    config = dpard_config()
+    params, batch = make_params(config), make_batch(config)
+    whole = value_and_grads(params, batch, dataclasses.replace(config, chunk_blocks=0))
+    chunked = value_and_grads(params, batch, dataclasses.replace(config, chunk_blocks=chunk_blocks))
+    assert_close(chunked, whole, rtol=1e-11, atol=1e-12)
+
+
+def test_rows_without_anchors_are_no_rows_of_dpard():
+    config = dpard_config()
+    params, batch = make_params(config), make_batch(config)
+    mask = batch["loss_mask"].clone()
+    mask[1] = False
+    masked = rows(batch | {"loss_mask": mask}, config, slice(None))
+    without = rows(masked, config, torch.tensor([0, 2]))
+    assert dspark.den(masked, config)["dpard"] == 2
+    few, many = (value_and_grads(params, each, config) for each in (without, masked))
+    assert_close(many, few, rtol=1e-11, atol=1e-12)
+    nothing = rows(batch | {"loss_mask": torch.zeros_like(mask)}, config, slice(None))
+    found = value_and_grads(params, nothing, config)
+    assert all(leaf.count_nonzero() == 0 for leaf in tree.leaves(found))
+
+
+@few_examples
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 1.0]))
+def test_dens_of_dpard_are_counted_from_masks_alone(seed, confidence_alpha):
+    config = dpard_config(decay_gamma=5.0, confidence_alpha=confidence_alpha)
+    batch = make_batch(config, seed=seed, num_rows=2)
+    masks = {name: batch[name] for name in ("loss_mask", "anchors", "keep")}
+    terms, _ = dspark.loss_terms(make_params(config), batch, config, TARGET)
+    assert_close(dspark.den(masks, config), terms.den, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("plan", ["before", "columns", "replay"])
+def test_equivalent_dpard_window_whole_batch(plan):
+    """Two dens: the whole window's loss, and not a mean over micro-steps."""
+    config = dpard_config(confidence_alpha=0.5)
+    params, batch = make_params(config), make_batch(config, num_rows=4)
+    den_fn = functools.partial(dspark.den, config=config) if plan == "before" else None
+    grad = pure.window_grad(bound(config), dspark.objective(config), plan=plan, den_fn=den_fn)
+    whole, (terms, _) = grad(params, [batch]), bound(config)(params, batch)
+    parts = [rows(batch, config, which) for which in (slice(0, 1), slice(1, 4))]
+    window = grad(params, parts)
+    expected = sum(config.alphas[name] * terms.num[name] / terms.den[name] for name in terms.num)
+    assert window.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert_close(window.grads, whole.grads, rtol=1e-9, atol=1e-11)
+    means = [grad(params, [part]).loss.item() for part in parts]
+    assert abs(sum(means) / 2 - window.loss.item()) > 1e-3
+
+
 # With the rest of the library.
 
 
@@ -364,6 +470,18 @@ def test_config_needs_a_window_for_sliding_layers():
 def test_config_needs_a_loss():
     with pytest.raises(ValueError, match="ce_alpha must be positive, or another alpha"):
         make_config(ce_alpha=0.0, l1_alpha=0.0, confidence_alpha=0.0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -0.5, math.nan])
+def test_config_names_a_bad_alpha_of_dpard(alpha):
+    with pytest.raises(ValueError, match="dpard_alpha must be between 0 and 1, or None"):
+        dpard_config(dpard_alpha=alpha)
+
+
+@pytest.mark.parametrize("name", ["ce_alpha", "l1_alpha"])
+def test_dpard_replaces_the_other_losses(name):
+    with pytest.raises(ValueError, match=f"{name} must be 0 where dpard_alpha is given"):
+        dpard_config(**{name: 0.1})
 
 
 def test_missing_fields_are_named():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import block_cases
 import pytest
 import torch
 import torch.distributed as c10d
@@ -14,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 from numden import dist
 from numden.dist import run_local
-from numden.models import decoder, dspark
+from numden.models import decoder, dflash, domino, dspark
 from numden.property_tests import laws, over_ranks
 from numden.property_tests._window_laws import results
 from numden.property_tests.rows import join_rows, num_rows, take_rows
@@ -135,6 +136,12 @@ DECODER = decoder.Config(
     head_dim=4,
 )
 DSPARK = make_config(num_layers=1, decay_gamma=4.0)
+DPARD = make_config(num_layers=1, ce_alpha=0.0, l1_alpha=0.0, dpard_alpha=0.5)
+PARALLEL = block_cases.SHAPE | {"num_layers": 1}
+DFLASH = dflash.Config(**PARALLEL, decay_gamma=4.0)
+DPACE = dflash.Config(**PARALLEL, dpace="full")
+DOMINO = domino.Config(**PARALLEL, gru_size=3, correction_rank=2, prefix_size=1)
+SHIFTED = domino.Config(**PARALLEL, gru_size=3, correction_rank=2, shift_label=True)
 
 
 @st.composite
@@ -169,6 +176,29 @@ DRAFTS = {
     "num_examples": 3,
 }
 
+
+def drafts(model, config, **prepare):
+    """What a loss of a drafter without a teacher is defined on."""
+    sizes = {"num_rows": st.integers(1, 3), "size": st.integers(3, 8), "seed": st.integers(0, 99)}
+    share = st.sampled_from([0.0, 0.4, 0.9])
+    make = partial(block_cases.make_batch, partial(model.prepare, **prepare), config)
+
+    def params(seed):
+        drawn = model.init(config, random.key(seed), std=0.4, dtype=torch.float64)
+        # Heads that start at zero take part, too.
+        return tree.map(lambda leaf: leaf + block_cases.sines(leaf.shape, 0.3, 0.1) / 8, drawn)
+
+    return {
+        "loss_fn": partial(model.loss_terms, config=config, target=TARGET),
+        "params": st.integers(0, 9).map(params),
+        "batches": st.builds(make, **sizes, supervised=share),
+        "mask": "loss_mask",
+        "columns": ("tokens", "loss_mask", "captured"),
+        "objective": model.objective(config),
+        "num_examples": 2,
+    }
+
+
 TABLE = [
     Loss("cross_entropy", CE),
     Loss("cross_entropy by sample", token_loss(losses.cross_entropy, weighting="sample")),
@@ -200,6 +230,15 @@ TABLE = [
         **TEXTS,
     ),
     Loss("dspark", partial(dspark.loss_terms, config=DSPARK, target=TARGET), **DRAFTS),
+    Loss(
+        "dspark by D-PARD",
+        partial(dspark.loss_terms, config=DPARD, target=TARGET),
+        **DRAFTS | {"objective": dspark.objective(DPARD), "plans": OWN_DENS, "num_examples": 2},
+    ),
+    Loss("dflash", **drafts(dflash, DFLASH)),
+    Loss("dflash by D-PACE", **drafts(dflash, DPACE)),
+    Loss("domino", **drafts(domino, DOMINO, step=1, num_steps=8)),
+    Loss("domino, shifted", **drafts(domino, SHIFTED, step=1, num_steps=8)),
 ]
 
 each_loss = pytest.mark.parametrize("loss", TABLE, ids=lambda loss: loss.name)
