@@ -94,7 +94,7 @@ def mix(
     return exchange(mixed.unflatten(0, sent.shape[:2])).sum(dim=0)
 
 
-def _local(weight: Tensor) -> Tensor:
+def _local(weight: Any) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
