@@ -72,7 +72,7 @@ def mix(
     References:
         Gale et al., "MegaBlocks", 2022, for blocks; Lepikhin et al., "GShard", 2020, for exchange.
     """
-    experts = {name: _local(weight) for name, weight in experts.items()}
+    experts = {name: _local(experts[name]) for name in experts}
     num_local = experts["gate"].shape[0]
     if num_local == num_experts:
         return _mix_local(experts, x, selected, weights, block=_block_size(selected, num_experts))
