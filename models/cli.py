@@ -1,4 +1,4 @@
-"""``numden train``: a target and a DSpark drafter on text, on one rank or several.
+"""``numden train``: a target and a drafter on text, on one rank or several.
 
 This is the one file of the models that knows about ranks: it decides what runs where.
 """
@@ -51,6 +51,9 @@ def train(
     out: Annotated[
         Path, typer.Option(help="Where the figures and the plot go.", file_okay=False)
     ] = Path("runs/demo"),
+    model: Annotated[
+        str | None, typer.Option(help="The kind of drafter (drafter.model of the file).")
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Ranks on this machine (run.ranks of the file).")
     ] = None,
@@ -62,7 +65,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a target decoder and a DSpark drafter, decode with both, and check the gradient.
+    """Train a target decoder and a drafter, decode with both, and check the gradient.
 
     Without a file it trains on the sources of Python's standard library for a few minutes. Under
     torchrun it runs on torchrun's ranks. In the end it prints, and writes to the output folder, how
@@ -77,7 +80,7 @@ def train(
     with _one_line_errors():
         require("matplotlib", "numden train")  # now, not when all is trained
         settings = load_config(config) if config else TrainConfig()
-        short = {"run.ranks": ranks, "run.seed": seed}
+        short = {"drafter.model": model, "run.ranks": ranks, "run.seed": seed}
         flags = [f"{name}={value}" for name, value in short.items() if value is not None]
         setup = set_up(with_overrides(settings, [*flags, *(override or [])]))
         out.mkdir(parents=True, exist_ok=True)

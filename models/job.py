@@ -1,4 +1,4 @@
-"""What ``numden train`` trains: a target decoder on rows of text, a DSpark drafter on its states.
+"""What ``numden train`` trains: a target decoder on rows of text, a drafter on its states.
 
 Everything here is a function of the configuration; who runs it, on how many ranks, is decided in
 ``cli``.
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ..pure import LossFn, optim, tree
-from . import dspark
+from ..pure import LossFn, Objective, optim, tree
 from .data import Batch, windows
 from .decoder import Config, hidden_states, init
 from .decoder import loss_terms as decoder_loss
 from .decoding import Decoded, cached_decoder, greedy, speculative_greedy
-from .dspark_draft import draft
+from .drafters import DRAFTERS, Drafter, Progress
 from .features import load_features, save_features
 from .job_rows import DRAFTER, ORDER, TARGET, Corpus, drafter_rows, stream_key
 from .module import call
@@ -30,7 +29,9 @@ __all__ = [
     "decode",
     "drafter_config",
     "drafter_init",
+    "drafter_kind",
     "drafter_loss",
+    "drafter_objective",
     "drafter_windows",
     "one_cycle",
     "read_states",
@@ -103,42 +104,42 @@ def target_windows(
     return (window for window, _ in islice(stream, first, None))
 
 
-def drafter_config(config: TrainConfig, shape: Config, mask_token_id: int) -> dspark.Config:
+def drafter_kind(config: TrainConfig) -> Drafter:
+    """The drafter that is to be trained.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    name = config.drafter.model
+    if name not in DRAFTERS:
+        raise ValueError(f"config: drafter.model must be one of {', '.join(DRAFTERS)}, got {name}.")
+    return DRAFTERS[name]
+
+
+def drafter_config(config: TrainConfig, shape: Config, mask_token_id: int) -> Any:
     """The drafter's shape: as wide as the target, whose embedding and head it borrows."""
-    drafter = config.drafter
-    return dspark.Config(
-        vocab_size=shape.vocab_size,
-        mask_token_id=mask_token_id,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=drafter.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_target_layers=drafter.num_target_layers,
-        block_size=drafter.block_size,
-        num_anchors=drafter.num_anchors,
-        markov_rank=drafter.markov_rank,
-        decay_gamma=drafter.decay_gamma,
-    )
+    return drafter_kind(config).config(config.drafter, shape, mask_token_id)
 
 
-def drafter_init(config: TrainConfig, shape: dspark.Config) -> Any:
+def drafter_init(config: TrainConfig, shape: Any, target: Any) -> Any:
     """The untrained drafter."""
-    return dspark.init(shape, stream_key(config, DRAFTER))
+    kind = drafter_kind(config)
+    return kind.init(shape, stream_key(config, DRAFTER), kind.target(target, shape))
 
 
-def drafter_loss(shape: dspark.Config, target: Any) -> LossFn:
+def drafter_loss(config: TrainConfig, shape: Any, target: Any) -> LossFn:
     """The drafter's loss terms, on params or on a module of them."""
-    return partial(call, partial(dspark.loss_terms, config=shape, target=frozen(target)))
+    kind = drafter_kind(config)
+    frozen = kind.target(target, shape)
+    return partial(call, partial(kind.loss_terms, config=shape, target=frozen))
 
 
-def frozen(target: Any) -> Any:
-    """What a drafter borrows of the target's params: embedding and head."""
-    return {name: target[name] for name in ("embed", "head") if name in target}
+def drafter_objective(config: TrainConfig, shape: Any, step: int) -> Objective:
+    """The objective of the drafter's window of this number."""
+    return drafter_kind(config).objective(shape, Progress(step, config.drafter.num_windows))
 
 
-def captured_layers(shape: Config, drafter: dspark.Config) -> tuple[int, ...]:
+def captured_layers(shape: Config, drafter: Any) -> tuple[int, ...]:
     """The target's layers that the drafter reads: spread evenly, without the outermost of many.
 
     Examples:
@@ -153,7 +154,7 @@ def captured_layers(shape: Config, drafter: dspark.Config) -> tuple[int, ...]:
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
-def states(batch: Batch, target: Any, shape: Config, drafter: dspark.Config) -> dict[str, Tensor]:
+def states(batch: Batch, target: Any, shape: Config, drafter: Any) -> dict[str, Tensor]:
     """What a drafter reads of the frozen target.
 
     Returns:
@@ -170,7 +171,7 @@ def save_states(
     config: TrainConfig,
     corpus: Corpus,
     shape: Config,
-    drafter: dspark.Config,
+    drafter: Any,
     target: Any,
     rank: int = 0,
     num_ranks: int = 1,
@@ -197,7 +198,7 @@ def drafter_windows(
     config: TrainConfig,
     corpus: Corpus,
     shape: Config,
-    drafter: dspark.Config,
+    drafter: Any,
     target: Any,
     rank: int = 0,
     num_ranks: int = 1,
@@ -216,17 +217,20 @@ def drafter_windows(
         rank=rank,
         num_ranks=num_ranks,
     )
-    for window, _ in islice(stream, first, None):
-        yield [_with_states(batch, target, shape, drafter) for batch in window]
+    prepare = drafter_kind(config).prepare
+    for step, (window, _) in enumerate(islice(stream, first, None), first):
+        progress = Progress(step, config.drafter.num_windows)
+        with_states = [_with_states(batch, target, shape, drafter) for batch in window]
+        yield [prepare(batch, drafter, progress) for batch in with_states]
 
 
-def _with_states(batch: Batch, target: Any, shape: Config, drafter: dspark.Config) -> Batch:
+def _with_states(batch: Batch, target: Any, shape: Config, drafter: Any) -> Batch:
     if "captured" in batch:
         dtype = target["embed"].dtype
         found = {name: batch[name].to(dtype) for name in ("captured", "final")}
     else:
         found = states(batch, target, shape, drafter)
-    return dspark.prepare(batch | found, drafter)
+    return batch | found
 
 
 class Decodings(NamedTuple):
@@ -242,11 +246,12 @@ class Decodings(NamedTuple):
 
 
 def decode(
+    kind: Drafter,
     prompts: list[Tensor],
     target: Any,
     shape: Config,
     drafters: dict[str, Any],
-    drafter: dspark.Config,
+    drafter: Any,
     *,
     new_tokens: int,
 ) -> Decodings:
@@ -259,9 +264,10 @@ def decode(
     capacity = max(len(prompt) for prompt in prompts) + new_tokens + drafter.block_size + 1
     layers = captured_layers(shape, drafter)
     model = cached_decoder(target, shape, capacity=capacity, layers=layers)
+    frozen = kind.target(target, drafter)
 
     def drafted(params: Any, captured: Tensor, token: Tensor) -> Tensor:
-        return draft(params, captured, token, drafter, frozen(target)).tokens
+        return kind.draft(params, captured, token, drafter, frozen)
 
     by_drafter = {
         name: [

@@ -113,7 +113,7 @@ def _receipt_table(rows: dict[str, dict[str, float]]) -> Table:
 
 
 def _losses_table(losses: dict[str, float]) -> Table:
-    table = Table(title="DSpark trained on the same windows", title_justify="left")
+    table = Table(title="The drafter, trained on the same windows", title_justify="left")
     table.add_column("run, in float32")
     table.add_column("loss of the last window", justify="right")
     for run, loss in losses.items():
@@ -143,15 +143,16 @@ def _plot(report: Report, found: dict[str, Any], path: Path) -> None:
 def _plot_losses(axes: Any, report: Report) -> None:
     for style, (run, records) in zip(("-", "--"), report.drafter.items(), strict=False):
         axes.plot([r.step for r in records], [r.loss for r in records], style, label=run)
-    axes.set(title="DSpark: the window's loss", xlabel="window", ylabel="loss")
+    axes.set(title="Drafter: the window's loss", xlabel="window", ylabel="loss")
     axes.legend()
 
 
 def _plot_terms(axes: Any, records: list[Any]) -> None:
-    for name in ("ce_loss", "l1_loss", "confidence_loss"):
+    names = [name for name in records[0].metrics if name.endswith("_loss")] if records else []
+    for name in names:
         values = [record.metrics[name] for record in records]
         axes.plot([record.step for record in records], values, label=name.removesuffix("_loss"))
-    axes.set(title="DSpark: loss terms, each over its den", xlabel="window", yscale="log")
+    axes.set(title="Drafter: losses, each over its den", xlabel="window", yscale="log")
     axes.legend()
 
 

@@ -78,14 +78,15 @@ class Target(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter(_Section):
-    """The DSpark drafter; see ``models.dspark.Config``.
+    """The drafter; see the ``Config`` of its model.
 
     Attributes:
+        model: its kind, a key of ``drafters.DRAFTERS``.
         block_size: tokens drafted at once.
         num_layers: its depth.
         num_target_layers: how many of the target's layers it reads.
         num_anchors: the most blocks of a row that are trained in a window.
-        markov_rank: of the Markov head.
+        markov_rank: of what corrects a slot by the token before it.
         decay_gamma: slots after which the weight of a slot has fallen by e.
         num_windows: optimizer steps.
         micro_steps: micro-steps in a window, over all ranks.
@@ -98,6 +99,7 @@ class Drafter(_Section):
         lr: peak learning rate, reached after a tenth of the windows, then a cosine to zero.
     """
 
+    model: str = "dspark"
     block_size: int = 7
     num_layers: int = 2
     num_target_layers: int = 3

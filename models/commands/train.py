@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from ... import dist, pure
 from ...dist import Record
 from ...pure import WindowGrad, optim, tree
-from .. import dspark, job
+from .. import job
 from ..decoder import Config
 from ..job_rows import Corpus, read_corpus
 from ..module import as_module, as_params
@@ -35,7 +35,7 @@ class Setup(NamedTuple):
     config: TrainConfig
     corpus: Corpus
     shape: Config
-    drafter: dspark.Config
+    drafter: Any
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -79,7 +79,7 @@ def run(setup: Setup, on_ranks: Ranks, saved: Path | None) -> Report:
     by_ranks = _finished(on_ranks(_train_drafter, setup, target.params, saved)[0])
     alone = _finished(_train_drafter_alone(setup, target.params, saved))
     drafters = {
-        "untrained": job.drafter_init(config, drafter),
+        "untrained": job.drafter_init(config, drafter, target.params),
         "1 rank": alone.params,
         on_ranks.name: by_ranks.params,
     }
@@ -155,12 +155,16 @@ class _Stage(NamedTuple):
 def _fit(
     config: TrainConfig,
     stage: _Stage,
-    grad: Callable[[Any, Any], WindowGrad],
+    grad_at: Callable[[int], Callable[[Any, Any], WindowGrad]],
     params: Any,
     saved: Path | None,
 ) -> Trained:
+    """Train a stage; ``grad_at`` gives the gradient of the window of a number."""
     optimizer = _optimizer(config, stage.lr, stage.num_windows)
-    step = dist.train_step(grad, optimizer, donate=True)
+
+    def step(state: dist.TrainState, window: Any) -> tuple[dist.TrainState, WindowGrad]:
+        return dist.train_step(grad_at(state.step), optimizer, donate=True)(state, window)
+
     log = saved and saved / f"{stage.name}.jsonl"
     state, records = dist.fit(
         step,
@@ -190,7 +194,8 @@ def _train_target(setup: Setup, saved: Path | None) -> Trained:
         target.lr,
     )
     grad = dist.window_grad(job.target_loss(shape))
-    trained = _fit(config, stage, grad, _sharded(job.target_init(config, shape)), saved)
+    module = _sharded(job.target_init(config, shape))
+    trained = _fit(config, stage, lambda step: grad, module, saved)
     return trained._replace(params=_whole(trained.params))
 
 
@@ -208,20 +213,30 @@ def _train_drafter(setup: Setup, target: Any, saved: Path | None) -> Trained:
     """On ranks: an FSDP2 module, its gradients reduced by SUM."""
     rank, num_ranks = rank_and_number()
     config, drafter = setup.config, setup.drafter
-    label = f"DSpark, {num_ranks} ranks"
+    label = f"{job.drafter_kind(config).title}, {num_ranks} ranks"
     stage = _drafter_stage(setup, target, "drafter", label, rank, num_ranks)
-    grad = dist.window_grad(job.drafter_loss(drafter, target), dspark.objective(drafter))
-    trained = _fit(config, stage, grad, _sharded(job.drafter_init(config, drafter)), saved)
+    loss_fn = job.drafter_loss(config, drafter, target)
+    module = _sharded(job.drafter_init(config, drafter, target))
+
+    def grad_at(step: int) -> Any:
+        return dist.window_grad(loss_fn, job.drafter_objective(config, drafter, step))
+
+    trained = _fit(config, stage, grad_at, module, saved)
     return trained._replace(params=_whole(trained.params))
 
 
 def _train_drafter_alone(setup: Setup, target: Any, saved: Path | None) -> Trained:
     """On one rank: a pytree of params and no process group. The same windows."""
     config, drafter = setup.config, setup.drafter
-    stage = _drafter_stage(setup, target, "drafter-1-rank", "DSpark, 1 rank")
-    grad = pure.window_grad(job.drafter_loss(drafter, target), dspark.objective(drafter))
-    params = tree.map(Tensor.clone, job.drafter_init(config, drafter))
-    return _fit(config, stage, grad, params, saved)
+    label = f"{job.drafter_kind(config).title}, 1 rank"
+    stage = _drafter_stage(setup, target, "drafter-1-rank", label)
+    loss_fn = job.drafter_loss(config, drafter, target)
+    params = tree.map(Tensor.clone, job.drafter_init(config, drafter, target))
+
+    def grad_at(step: int) -> Any:
+        return pure.window_grad(loss_fn, job.drafter_objective(config, drafter, step))
+
+    return _fit(config, stage, grad_at, params, saved)
 
 
 def _save_states(setup: Setup, target: Any) -> None:
@@ -237,8 +252,9 @@ def _decode(setup: Setup, target: Any, drafters: dict[str, Any]) -> list[tuple[i
     numbers = range(rank, len(rows), num_ranks)
     prompts = [[rows[i].tokens[: config.data.min_length]] for i in numbers]
     new_tokens = config.run.new_tokens
+    kind = job.drafter_kind(config)
     decoded = [
-        job.decode(prompt, target, shape, drafters, drafter, new_tokens=new_tokens)
+        job.decode(kind, prompt, target, shape, drafters, drafter, new_tokens=new_tokens)
         for prompt in prompts
     ]
     return list(zip(numbers, decoded, strict=True))
@@ -259,7 +275,9 @@ def _receipt(
 ) -> dict[str, dict[str, float]]:
     target, params = tree.map(Tensor.double, (target, params))
     window = next(job.drafter_windows(*setup, target))
-    loss_fn, objective = job.drafter_loss(setup.drafter, target), dspark.objective(setup.drafter)
+    config, drafter = setup.config, setup.drafter
+    loss_fn = job.drafter_loss(config, drafter, target)
+    objective = job.drafter_objective(config, drafter, config.drafter.num_windows)
     shared = on_ranks(_grad_on_ranks, loss_fn, objective, params, window)[0]
     return receipt(loss_fn, objective, params, window, {f"{on_ranks.name} x ragged": shared})
 

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from numden.models import job
 from numden.models.cli import app
 from numden.models.commands.saved import checkpoints_of
+from numden.models.drafters import DRAFTERS
 from numden.models.train_config import with_overrides
 
 RUNNER = CliRunner(env={"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"})
-OPTIONS = ("--config", "--out", "--ranks", "--seed", "--set", "--help")
+OPTIONS = ("--config", "--out", "--model", "--ranks", "--seed", "--set", "--help")
 
 
 def invoke(*args):
@@ -42,7 +43,7 @@ def test_help_says_what_there_is(args):
     assert result.exit_code == (0 if args else 2)  # 2 is click's code for no command
     said = words(result.output)
     assert "Training losses as ratios of sums: sums first, one division, SUM-reduced" in said
-    assert "Commands train Train a target decoder and a DSpark drafter, decode with both" in said
+    assert "Commands train Train a target decoder and a drafter, decode with both" in said
 
 
 def test_help_of_train_names_each_option_and_what_it_is():
@@ -98,6 +99,10 @@ def assert_one_line_error(result, said):
     [
         (["--set", "run.sed=3"], "config: there is no key 'run.sed'. Did you mean 'run.seed'?"),
         (["--set", "seed=3"], "config: an override is section.key=value, got 'seed=3'."),
+        (
+            ["--model", "eagle9"],
+            f"config: drafter.model must be one of {', '.join(DRAFTERS)}, got eagle9.",
+        ),
         (["--ranks", "0"], "config: run.ranks must be at least 1, got 0."),
         (
             ["--set", "data.files=nothing.txt"],
@@ -155,6 +160,7 @@ def test_paths_are_checked(tmp_path):
 
 RECORD = {"step", "loss", "grad_norm", "tokens_per_second", "metrics"}
 METRICS = {
+    "accepted_length",
     "accuracy",
     "ce_loss",
     "confidence_abs_error",

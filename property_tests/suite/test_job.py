@@ -316,8 +316,8 @@ def test_saved_rows_are_the_rows(corpus, saved):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equivalent_saved_states_on_the_fly(corpus, saved, shapes, target, dtype, monkeypatch):
     target = tree.map(lambda leaf: leaf.to(dtype), target)
-    params = tree.map(lambda leaf: leaf.to(dtype), job.drafter_init(CONFIG, shapes[1]))
-    grad = window_grad(job.drafter_loss(shapes[1], target), dspark.objective(shapes[1]))
+    params = tree.map(lambda leaf: leaf.to(dtype), job.drafter_init(CONFIG, shapes[1], target))
+    grad = window_grad(job.drafter_loss(CONFIG, shapes[1], target), dspark.objective(shapes[1]))
     on_the_fly = islice(drafter_windows(CONFIG, corpus, shapes, target), 3)
     expected = [grad(params, window) for window in on_the_fly]
     monkeypatch.setattr(job, "states", None)  # is not called any more
@@ -379,10 +379,14 @@ def test_speculative_tokens_are_the_targets_own(corpus, shapes, target, monkeypa
         return cached_decoder(params, *args, **kwargs)
 
     monkeypatch.setattr(job, "cached_decoder", watched)
-    loud = tree.map(lambda w: 20 * w if w.dim() == 2 else w, job.drafter_init(CONFIG, drafter))
-    drafters = {"untrained": job.drafter_init(CONFIG, drafter), "loud": loud}
+    loud = tree.map(
+        lambda w: 20 * w if w.dim() == 2 else w, job.drafter_init(CONFIG, drafter, target)
+    )
+    drafters = {"untrained": job.drafter_init(CONFIG, drafter, target), "loud": loud}
     prompts = [row.tokens[:5] for row in corpus.held_out]
-    decoded = job.decode(prompts, target, shape, drafters, drafter, new_tokens=20)
+    decoded = job.decode(
+        job.drafter_kind(CONFIG), prompts, target, shape, drafters, drafter, new_tokens=20
+    )
     assert len({tuple(tokens.tolist()) for tokens in decoded.plain}) > 1
     model = tree.map(torch.Tensor.double, target)
     for prompt, tokens in zip(prompts, decoded.plain, strict=True):
