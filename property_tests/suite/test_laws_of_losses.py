@@ -1,6 +1,7 @@
 """All losses of the repository × all laws. A new loss is one more line of ``TABLE``."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from hypothesis.strategies import SearchStrategy
 
 from numden import dist
 from numden.dist import run_local
-from numden.models import decoder, dflash, domino, dspark
+from numden.models import decoder, dflash, domino, dspark, moe
 from numden.property_tests import laws, over_ranks
 from numden.property_tests._window_laws import results
 from numden.property_tests.rows import join_rows, num_rows, take_rows
@@ -42,6 +43,7 @@ class Loss(NamedTuple):
     """A line of the table: a loss function and what it is defined on.
 
     ``mask`` is the field that says what counts, ``columns`` are the fields with a token axis.
+    ``degree`` is how many dens the objective divides by, None where terms differ in it.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Loss(NamedTuple):
     columns: tuple[str, ...] = ("logits", "labels", "where", "sample_ids")
     objective: Objective = term_mean()
     plans: tuple[str, ...] = PLANS
-    degree: int = 1
+    degree: int | None = 1
     num_examples: int = 6
 
 
@@ -152,6 +154,16 @@ def texts(draw):
     return {"tokens": drawn["labels"].clamp_min(0), "loss_mask": drawn["where"]}
 
 
+MOE = moe.Config(
+    **asdict(DECODER), num_experts=4, num_selected=2, expert_size=6, alpha_balance=0.5, alpha_z=0.1
+)
+
+
+def routed_texts():
+    """Texts whose ``token_mask`` says what counts, prompts too."""
+    return texts().map(lambda batch: batch | {"token_mask": batch["tokens"] % 5 != 3})
+
+
 TEXTS = {
     "params": st.integers(0, 9).map(
         lambda seed: decoder.init(DECODER, random.key(seed), std=0.4, dtype=torch.float64)
@@ -159,6 +171,18 @@ TEXTS = {
     "batches": texts(),
     "mask": "loss_mask",
     "columns": ("tokens", "loss_mask"),
+    "num_examples": 4,
+}
+ROUTED_TEXTS = {
+    "params": st.integers(0, 9).map(
+        lambda seed: moe.init(MOE, random.key(seed), std=0.4, dtype=torch.float64)
+    ),
+    "batches": routed_texts(),
+    "mask": "token_mask",
+    "columns": ("tokens", "loss_mask", "token_mask"),
+    "objective": moe.objective(MOE),
+    "plans": ("columns", "replay"),
+    "degree": None,
     "num_examples": 4,
 }
 DRAFTS = {
@@ -229,6 +253,7 @@ TABLE = [
         partial(decoder.loss_terms, config=DECODER, weighting="sample"),
         **TEXTS,
     ),
+    Loss("moe", partial(moe.loss_terms, config=MOE, chunk_size=3), **ROUTED_TEXTS),
     Loss("dspark", partial(dspark.loss_terms, config=DSPARK, target=TARGET), **DRAFTS),
     Loss(
         "dspark by D-PARD",
@@ -333,6 +358,8 @@ def grad_of(loss, params, plan, loss_fn, **options):
 
 @law
 def test_homogeneity(loss, data):
+    if loss.degree is None:
+        return
     params, window = data.draw(loss.params), data.draw(windows(loss.batches, max_size=3))
     plan = data.draw(st.sampled_from(loss.plans))
     step = partial(grad_of, loss, params, plan)

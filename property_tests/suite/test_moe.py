@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from numden.dist import all_to_all, run_local, sum_gradients
+from numden.dist import all_to_all, run_local, shard, sum_gradients
+from numden.dist import window_grad as dist_window_grad
 from numden.models import as_module, call, decoder, moe
 from numden.models.experts import mix
 from numden.pure import add, divide, random, tree, window_grad
@@ -461,6 +462,34 @@ def test_processes_that_exchange_tokens():
         assert not first["layers"][index].pop("experts")
         assert not second["layers"][index].pop("experts")
     torch.testing.assert_close(tree.map(torch.add, first, second), grads, **CLOSE)
+
+
+@pytest.mark.parametrize("plan", ["columns", "replay"])
+def test_window_of_ranks_that_own_experts(plan):
+    """One rank has two micro-steps, the other one, which it repeats with a mask for the second."""
+    config = make_config(alpha_balance=0.3, alpha_z=0.2)
+    params, batches = make_params(config), [make_batch(seed=seed) for seed in range(3)]
+    loss, grads = whole_grad(config, params, batches)
+
+    def on_rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        own = tree.map(torch.clone, params)
+        for layer in own["layers"]:
+            layer["experts"] = shard(layer["experts"], mesh)
+        exchange = partial(all_to_all, axis=mesh["ep"])
+        loss_fn = partial(moe.loss_terms, config=config, exchange=exchange)
+        grad = dist_window_grad(
+            loss_fn, moe.objective(config), mesh=mesh, owned_over="ep", plan=plan
+        )
+        result = grad(own, batches[c10d.get_rank() :: 2])
+        return result.loss, tree.map(whole, result.grads)
+
+    for result in run_local(on_rank, 2, timeout=60):
+        torch.testing.assert_close(result, (loss, grads), **CLOSE)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_module_of_fsdp_and_expert_parallelism():
