@@ -1,4 +1,4 @@
-"""The fault matrix as a table in the docs: ``python property_tests/suite/fault_table.py`` writes it."""
+"""The fault matrix as a table in the docs, which ``python property_tests/suite/fault_table.py`` writes."""
 
 import re
 from pathlib import Path
