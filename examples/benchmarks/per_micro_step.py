@@ -1,82 +1,105 @@
-"""Normalised once per window against once per micro-step: a DSpark window on two ranks."""
+"""Denominators summed once per window against once per micro-step: a DSpark window on two ranks."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as c10d
-from dspark_window import NUM_MICRO_STEPS, VARIANTS, Setting, setting
+from dspark_window import NUM_MICRO_STEPS, Setting, pass_seconds, setting
 from measure import save, table
+from normalising import Step, apart, calls, per_micro_step, per_window
 from rich.console import Console
+from torch import Tensor
 
 from numden.dist import run_local
-from numden.property_tests.counters import count_collectives, count_host_syncs
-from numden.pure import tree
 
 NUM_RANKS = 2
+ROUNDING = 1e-4
+"""Of gradients that are summed in float32 in another order, and cancel."""
 
 
-def on_rank(rounds: int) -> dict[str, Any]:
-    """Seconds of each round, in turn, and what a window of each variant calls."""
-    rank, num_ranks = c10d.get_rank(), c10d.get_world_size()
-    each = setting(rank, num_ranks)
-    steps = {name: make(each) for name, make in VARIANTS.items()}
-    grads = {name: step() for name, step in steps.items()}  # the round that does not count
-    apart = [
-        float((a - b).norm() / b.norm().clamp(min=1e-30))
-        for a, b in zip(*(tree.leaves(grads[name]) for name in steps), strict=True)
-    ]
-    times: dict[str, list[float]] = {name: [] for name in steps}
+class Found(NamedTuple):
+    """What one rank found.
+
+    Attributes:
+        seconds: of each round, by variant.
+        passes: seconds ``[rounds, micro-steps, 2]`` of forward and backward passes without meeting.
+        calls: collectives and host reads of a window, by variant.
+        apart: how far the gradients of the two ways are from each other, with micro-steps weighted
+            by their denominators.
+        mean_of_means: the same, with micro-steps that count alike, as trainers have them.
+    """
+
+    seconds: dict[str, list[float]]
+    passes: Tensor
+    calls: dict[str, dict[str, int]]
+    apart: float
+    mean_of_means: float
+
+
+def on_rank(each: Setting, rounds: int) -> Found:
+    """Both ways in turn, after a round that does not count."""
+    window = each.windows[c10d.get_rank()]
+    problem = each.loss_fn, each.config.alphas, each.params, window
+    steps: dict[str, Step] = {
+        "per micro-step": per_micro_step(*problem),
+        "per window": per_window(*problem),
+    }
+    often, once = (step() for step in steps.values())
+    weighted = per_micro_step(*problem, importance=lambda den: den)()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    passes = []
     for _ in range(rounds):
         for name, step in steps.items():
-            c10d.barrier()
-            start = time.perf_counter()
-            step()
-            c10d.barrier()
-            times[name].append(time.perf_counter() - start)
-    calls = {name: _calls(each, make) for name, make in VARIANTS.items()}
-    return {"seconds": times, "calls": calls, "apart": max(apart)}
+            seconds[name].append(in_step(step))
+        c10d.barrier()
+        passes.append(pass_seconds(each, window))
+    counted = {name: calls(step) for name, step in steps.items()}
+    return Found(seconds, torch.stack(passes), counted, apart(weighted, once), apart(often, once))
 
 
-def _calls(each: Setting, make: Callable[[Setting], Any]) -> dict[str, float]:
-    """Collectives of a window, and how often the host reads a value for each micro-step more."""
-    with count_collectives() as collectives:
-        make(each)()
-    reads = []
-    half = each._replace(window=each.window[: len(each.window) // 2])
-    for window in (half, each):
-        with count_host_syncs() as counted:
-            make(window)()
-        reads.append(counted.total())
-    more = len(each.window) - len(half.window)
-    return {
-        "collectives": collectives.total(),
-        "host reads a micro-step": (reads[1] - reads[0]) / more,
-    }
+def in_step(run: Step) -> float:
+    """Seconds from when all ranks start to when all have finished."""
+    c10d.barrier()
+    start = time.perf_counter()
+    run()
+    c10d.barrier()
+    return time.perf_counter() - start
+
+
+def run(rounds: int) -> list[Found]:
+    """On all ranks."""
+    torch.set_num_threads(1)
+    return run_local(on_rank, NUM_RANKS, setting(NUM_RANKS), rounds, timeout=600)
+
+
+def by_round(seconds: dict[str, list[float]]) -> list[float]:
+    """Time of summing once over that of summing in each micro-step."""
+    pairs = zip(seconds["per window"], seconds["per micro-step"], strict=True)
+    return [once / often for once, often in pairs]
 
 
 def measure(rounds: int, out: Path, console: Console) -> None:
     """Measure, print and save."""
     with console.status(f"{rounds} rounds on {NUM_RANKS} ranks"):
-        found = run_local(on_rank, NUM_RANKS, rounds, timeout=900)[0]
-    times, base = found["seconds"], "per micro-step"
-    rows = []
-    for name, values in times.items():
-        by_round = [a / b for a, b in zip(values, times[base], strict=True)]
-        rows.append(
-            {
-                "normalised": name,
-                "time": median(by_round),
-                "least": min(by_round),
-                "most": max(by_round),
-                "seconds": median(values),
-                **found["calls"][name],
-            }
-        )
-    title = f"DSpark, {NUM_MICRO_STEPS} ragged micro-steps on {NUM_RANKS} ranks: ratios of time"
-    table(title, rows, console)
-    off = f"{found['apart']:.1%}"
-    console.print(f"The mean of micro-step means is off by up to {off} in a parameter's gradient.")
-    save("ranks", {"rows": rows, **found}, out)
+        found = run(rounds)[0]
+    table(
+        f"DSpark, {NUM_MICRO_STEPS} ragged micro-steps on {NUM_RANKS} ranks",
+        [
+            {"denominators summed": name, "seconds": median(times), **found.calls[name]}
+            for name, times in found.seconds.items()
+        ],
+        console,
+    )
+    ratios = by_round(found.seconds)
+    console.print(
+        f"Per window over per micro-step: {median(ratios):.3f} of the time, from {min(ratios):.3f} "
+        f"to {max(ratios):.3f} in {rounds} rounds.\n"
+        f"Gradients are {found.apart:.0e} apart, with micro-steps weighted by their denominators. "
+        f"Weighted alike, a parameter's is {found.mean_of_means:.1%} off."
+    )
+    assert found.apart < ROUNDING
+    shown: dict[str, Any] = found._asdict() | {"passes": found.passes.tolist(), "ratios": ratios}
+    save("ranks", shown, out)

@@ -45,8 +45,8 @@ def precision(threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
 
 
 @app.command()
-def ranks(rounds: int = 7, out: Out = Path("runs/benchmarks")) -> None:
-    """A DSpark window on two ranks, normalised once and normalised in each micro-step."""
+def ranks(rounds: int = 9, out: Out = Path("runs/benchmarks")) -> None:
+    """A DSpark window on two ranks: denominators summed once, and summed in each micro-step."""
     from per_micro_step import measure
 
     measure(rounds, out, console)
@@ -54,15 +54,21 @@ def ranks(rounds: int = 7, out: Out = Path("runs/benchmarks")) -> None:
 
 @app.command()
 def simulate(
-    rounds: int = 3,
+    rounds: int = 5,
+    seconds: Annotated[float, typer.Option(help="Of a micro-step, on average.")] = 0.25,
+    gigabytes: Annotated[float, typer.Option(help="Of all parameters.")] = 2.0,
+    units: Annotated[int, typer.Option(help="That FSDP2 gathers, one by one.")] = 32,
     latency: Annotated[float, typer.Option(help="Of a message, in seconds.")] = 10e-6,
     bandwidth: Annotated[float, typer.Option(help="From rank to rank, in bytes/s.")] = 25e9,
+    host_read: Annotated[float, typer.Option(help="That a host read costs, in seconds.")] = 20e-6,
     out: Out = Path("runs/benchmarks"),
 ) -> None:
     """1 to 4096 ranks and 1 to 64 micro-steps on paper, from measured times of micro-steps."""
     from simulate import measure
+    from simulator import Model, Network
 
-    measure(rounds, latency, bandwidth, out, console)
+    model, network = Model(gigabytes * 1e9, units), Network(latency, bandwidth, host_read)
+    measure(rounds, seconds, model, network, out, console)
 
 
 @app.command(name="all")

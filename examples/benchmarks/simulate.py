@@ -1,142 +1,195 @@
-"""The simulator of ``straggler``: fed with measured times, checked against measured ranks."""
+"""The simulator with measured times of passes: 1 to 4096 ranks, 1 to 64 micro-steps."""
 
-import math
-import time
-from itertools import product
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
+import replay
 import torch
-import torch.distributed as c10d
-from dspark_window import micro_step_seconds, setting
+from dspark_window import NUM_MICRO_STEPS
 from measure import save, table
+from per_micro_step import NUM_RANKS, by_round
+from per_micro_step import run as run_dspark
 from rich.console import Console
-from straggler import LAYOUTS, SCHEMES, Model, Network, ratio, resample, tax, window_cost
+from rich.progress import track
+from simulator import SCHEMES, SHARERS, Cost, Model, Network, resample, tax, window_cost
 from torch import Tensor
 
 from numden.dist import run_local
 from numden.pure import random
 
 RANKS = tuple(2**i for i in range(13))
-STEPS = (1, 2, 4, 8, 16, 32, 64)
+STEPS = tuple(2**i for i in range(7))
+DRAWS = 8
+REPLAYED_SECONDS = 0.03
+"""A micro-step of a replay: long against what it takes to wake up."""
 
 
-def measured_seconds(rounds: int) -> Tensor:
-    """Of the micro-steps of one DSpark window, on one rank and undisturbed by others."""
-    return run_local(lambda: micro_step_seconds(setting(0, 1), rounds), 1, timeout=600)[0]
+def computes(times: Tensor, num_ranks: int, num_steps: int) -> list[Tensor]:
+    """Windows of measured times, drawn by keys."""
+    key = random.fold_in(random.fold_in(random.key(0), num_ranks), num_steps)
+    return [resample(times, num_ranks, num_steps, each) for each in random.split(key, DRAWS)]
 
 
-def sleepers(compute: Tensor, scheme: str, rounds: int) -> list[float]:
-    """Seconds of windows whose micro-steps sleep for given times, with real collectives.
-
-    Four ranks on two cores would slow each other down if they computed; asleep they do not.
-    """
-    rank, seconds = c10d.get_rank(), []
-    for _ in range(rounds):
-        den, sums, grads = torch.ones(1), torch.ones(1035), torch.ones(100_000)
-        c10d.barrier()
-        start = time.perf_counter()
-        for of_step in compute[rank].tolist():
-            time.sleep(of_step)
-            if scheme == "per micro-step":
-                c10d.all_reduce(den)
-                float(den)
-        if scheme == "per window":
-            c10d.all_reduce(sums)
-        c10d.all_reduce(grads)
-        c10d.barrier()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def validation(times: Tensor, rounds: int) -> list[dict[str, Any]]:
-    """Predicted and measured ratios of 2 and 4 ranks; the network is local, its time left out."""
+def simulate(times: Tensor, model: Model, network: Network) -> list[dict[str, Any]]:
+    """A row for each number of ranks and of micro-steps, with means over the draws."""
     rows = []
-    still = Network(0.0, math.inf)
-    for num_ranks, num_steps in product((2, 4), (4, 16)):
-        compute = resample(times, num_ranks, num_steps, random.key(num_ranks * num_steps))
-        compute = compute * (0.02 / compute.mean())
-        found, predicted = {}, {}
-        for scheme in SCHEMES:
-            by_rank = run_local(sleepers, num_ranks, compute, scheme, rounds, timeout=120)
-            found[scheme] = min(by_rank[0])
-            cost = window_cost(compute, scheme, "replicated", Model(), still)
-            predicted[scheme] = cost.seconds
-        rows.append(
-            {
-                "ranks": str(num_ranks),
-                "micro-steps": str(num_steps),
-                "predicted": predicted["per window"] / predicted["per micro-step"],
-                "measured": found["per window"] / found["per micro-step"],
-            }
-        )
+    for num_ranks in track(RANKS, description="simulating"):
+        for num_steps in STEPS:
+            drawn = computes(times, num_ranks, num_steps)
+            row = {"ranks": num_ranks, "micro-steps": num_steps, "tax": mean(map(tax, drawn))}
+            for layout, sharers in SHARERS.items():
+                row[layout] = {
+                    scheme: _mean([window_cost(d, scheme, sharers, model, network) for d in drawn])
+                    for scheme in SCHEMES
+                }
+            rows.append(row)
     return rows
 
 
-def costs(times: Tensor, model: Model, network: Network) -> list[dict[str, Any]]:
-    """What a window of 16 micro-steps takes, for some numbers of ranks."""
-    rows = []
-    for layout, num_ranks, scheme in product(LAYOUTS, (8, 512, 4096), SCHEMES):
-        compute = resample(times, num_ranks, 16, random.key(num_ranks))
-        cost = window_cost(compute, scheme, layout, model, network)
-        rows.append(
-            {
-                "layout": layout,
-                "ranks": str(num_ranks),
-                "norm.": scheme.removeprefix("per "),
-                "s": cost.seconds,
-                "calls": str(cost.collectives),
-                "GB": cost.num_bytes / 1e9,
-                "meetings": str(cost.meetings),
-                "reads": str(cost.host_reads),
-            }
-        )
-    return rows
+def _mean(costs: list[Cost]) -> Cost:
+    return costs[0]._replace(seconds=mean(cost.seconds for cost in costs))
 
 
-def measure(rounds: int, latency: float, bandwidth: float, out: Path, console: Console) -> None:
-    """Measure micro-steps, simulate, validate, print, plot and save."""
-    network, model = Network(latency, bandwidth), Model()
-    with console.status("measuring micro-steps"):
-        times = measured_seconds(rounds)
-    spread = float(times.std() / times.mean())
-    console.print(
-        f"{len(times)} micro-steps of {float(times.mean()):.3f} s, deviating by {spread:.0%}; "
-        f"{model.num_bytes / 1e9:.0f} GB of gradients, {latency * 1e6:.0f} us, "
-        f"{bandwidth / 1e9:.0f} GB/s"
+def ratio(row: dict[str, Any], layout: str) -> float:
+    """Time of summing once over that of summing in each micro-step."""
+    return row[layout]["per window"].seconds / row[layout]["per micro-step"].seconds
+
+
+def predicted(compute: Tensor, layout: str, model: Model, network: Network) -> float:
+    """The same ratio of one window."""
+    often, once = (
+        window_cost(compute, s, SHARERS[layout], model, network).seconds for s in SCHEMES
     )
-    # By each rank's own: calls of collectives, gigabytes sent, meetings of all, host reads.
-    with console.status("measuring ranks"):
-        checked = validation(times, rounds)
-    table("Time per window over time per micro-step: predicted and measured", checked, console)
-    table("A window of 16 micro-steps", costs(times, model, network), console)
-    grid = {
-        layout: {n: [ratio(times, n, i, layout, model, network) for i in STEPS] for n in RANKS}
-        for layout in LAYOUTS
+    return once / often
+
+
+def validate_replayed(times: Tensor, num_ranks: int, rounds: int) -> list[dict[str, Any]]:
+    """Measured and predicted on ranks that sleep as long as measured passes took."""
+    scaled = times * REPLAYED_SECONDS / times.sum(1).mean()
+    compute = resample(scaled, num_ranks, NUM_MICRO_STEPS, random.key(num_ranks))
+    found = run_local(replay.on_rank, num_ranks, compute, rounds, timeout=120)[0]
+    model = Model(replay.NUM_BYTES, replay.NUM_UNITS)
+    return [
+        {
+            "run": f"{num_ranks} ranks that sleep, {layout}",
+            "predicted": predicted(compute, layout, model, found.network),
+            **_measured(found.seconds[layout]),
+            "tax": tax(compute),
+        }
+        for layout in replay.LAYOUTS
+    ]
+
+
+def _measured(seconds: dict[str, list[float]]) -> dict[str, float]:
+    ratios = by_round(seconds)
+    return {"measured": median(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def measure(
+    rounds: int, seconds: float, model: Model, network: Network, out: Path, console: Console
+) -> None:
+    """Measure times of passes, simulate, validate, print, plot and save."""
+    with console.status(f"DSpark on {NUM_RANKS} ranks"):
+        found = run_dspark(rounds)
+    by_rank = torch.stack([each.passes for each in found])  # [ranks, rounds, micro-steps, 2]
+    times = by_rank.flatten(0, 2)
+    compared = [_computing(found[0].seconds, by_rank)]
+    for num_ranks in (2, 4):
+        with console.status(f"replaying on {num_ranks} ranks"):
+            compared += validate_replayed(times, num_ranks, rounds)
+    scaled = times * seconds / times.sum(1).mean()
+    rows = simulate(scaled, model, network)
+    _print(rows, times, compared, console)
+    save("simulate", {"passes": times.tolist(), "validation": compared, "rows": _plain(rows)}, out)
+    _plot(rows, compared, out / "simulate.png")
+
+
+def _computing(seconds: dict[str, list[float]], by_rank: Tensor) -> dict[str, Any]:
+    """The DSpark window itself, whose collectives take next to nothing."""
+    free = Network(0.0, float("inf"), 0.0)
+    rounds = by_rank.transpose(0, 1)
+    return {
+        "run": f"{NUM_RANKS} ranks that compute, replicated",
+        "predicted": median(predicted(each, "replicated", Model(), free) for each in rounds),
+        **_measured(seconds),
+        "tax": median(map(tax, rounds)),
     }
-    for layout, by_ranks in grid.items():
-        rows = [
-            {"ranks": str(n), **{f"I={i}": v for i, v in zip(STEPS, values, strict=True)}}
-            for n, values in by_ranks.items()
-        ]
-        table(f"{layout}: time per window over per micro-step, I micro-steps", rows, console)
-    taxes = {n: [tax(resample(times, n, i, random.key(n + i))) for i in STEPS] for n in RANKS}
-    save("simulate", {"validation": checked, "ratio": grid, "tax": taxes}, out)
-    _plot(grid, out / "simulate.png")
 
 
-def _plot(grid: dict[str, dict[int, list[float]]], path: Path) -> None:
+def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        row | {layout: {s: c._asdict() for s, c in row[layout].items()} for layout in SHARERS}
+        for row in rows
+    ]
+
+
+def _print(
+    rows: list[dict[str, Any]], times: Tensor, compared: list[dict[str, Any]], console: Console
+) -> None:
+    each = times.sum(1)
+    console.print(
+        f"{len(times)} measured micro-steps: {float(each.mean()):.3f} s on average, deviation "
+        f"{float(each.std() / each.mean()):.1%}, the longest {float(each.max() / each.mean()):.2f} "
+        f"times the average"
+    )
+    shown = [row for row in rows if row["micro-steps"] == NUM_MICRO_STEPS]
+    table("Straggler tax: Σ of maxima over maximum of sums", _by_steps(rows), console)
+    table(
+        f"{NUM_MICRO_STEPS} micro-steps: time per window over per micro-step",
+        [{"ranks": str(row["ranks"]), **{k: ratio(row, k) for k in SHARERS}} for row in shown],
+        console,
+    )
+    table(f"{NUM_MICRO_STEPS} micro-steps, {RANKS[-1]} ranks", _counts(shown[-1]), console)
+    table("Ratio of time, predicted and measured", compared, console)
+
+
+def _by_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_ranks: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        mine = by_ranks.setdefault(row["ranks"], {"ranks": str(row["ranks"])})
+        mine[f"{row['micro-steps']} micro-steps"] = row["tax"]
+    return list(by_ranks.values())
+
+
+def _counts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "layout": layout,
+            "summed": scheme,
+            "collectives": f"{cost.collectives:,}",
+            "GB sent": cost.num_bytes / 1e9,
+            "meetings": f"{cost.meetings:,}",
+            "host reads": str(cost.host_reads),
+            "seconds": cost.seconds,
+        }
+        for layout in SHARERS
+        for scheme, cost in row[layout].items()
+    ]
+
+
+def _plot(rows: list[dict[str, Any]], compared: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    panels = figure.subplots(1, len(grid), sharey=True)
-    for axes, (layout, by_ranks) in zip(panels, grid.items(), strict=True):
-        for i, num_steps in enumerate(STEPS):
-            values = [values[i] for values in by_ranks.values()]
-            axes.plot(list(by_ranks), values, ".-", label=f"{num_steps}")
+    figure = Figure(figsize=(14, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for num_steps in STEPS:
+        by_ranks = [row["tax"] for row in rows if row["micro-steps"] == num_steps]
+        left.plot(RANKS, by_ranks, ".-", label=f"{num_steps} micro-steps")
+    left.set(title="Straggler tax", ylabel="Σ of maxima / maximum of sums")
+    shown = [row for row in rows if row["micro-steps"] == NUM_MICRO_STEPS]
+    for layout in SHARERS:
+        middle.plot(RANKS, [ratio(row, layout) for row in shown], ".-", label=layout)
+    middle.set(title=f"Time of a window, {NUM_MICRO_STEPS} micro-steps")
+    middle.set_ylabel("summed once / in each micro-step")
+    for axes in (left, middle):
         axes.set_xscale("log", base=2)
-        axes.set(title=layout, xlabel="ranks")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("time, normalised per window / per micro-step")
-    panels[0].legend(title="micro-steps")
+        axes.set_xlabel("ranks")
+        axes.legend(fontsize="small")
+    for place, row in enumerate(compared):
+        spread = [[row["measured"] - row["least"]], [row["most"] - row["measured"]]]
+        right.errorbar([row["measured"]], [place], xerr=spread, fmt="o", color="C0", capsize=3)
+        right.plot([row["predicted"]], [place], "x", color="C3", markersize=9)
+    right.set_yticks(range(len(compared)), [row["run"] for row in compared], fontsize="small")
+    right.set(title="The same ratio, × predicted, • measured", xlabel="ratio")
     figure.savefig(path, dpi=110)
