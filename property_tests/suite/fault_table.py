@@ -1,4 +1,4 @@
-"""The fault matrix as a table in the docs, which ``python property_tests/suite/fault_table.py`` writes."""
+"""The fault matrix as tables in the docs: run this file to write them there."""
 
 import re
 from pathlib import Path
@@ -86,6 +86,8 @@ def _end(fault):
 
 
 def _next(fault, kind):
+    if fault.ends is CORRECT:
+        return "-"
     return "correct" if goes_on(fault, kind) else "none: the run ends"
 
 
