@@ -48,6 +48,7 @@ class Config:
         rope_theta: the base of RoPE's wavelengths.
         norm_eps: added to mean squares in the norms.
         tie_embeddings: use the embedding as the output head.
+        qk_norm: norms of queries and keys, as in Qwen3; Llama has none.
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class Config:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
+    qk_norm: bool = True
 
     def __post_init__(self) -> None:
         # Fields of configs that extend this one are theirs to check.
@@ -110,6 +112,8 @@ def block_shapes(config: Config) -> Params:
     shape = partial(torch.empty, device="meta")
     width, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    head_norm = shape(config.head_dim)
+    norms = {"q_norm": head_norm, "k_norm": head_norm} if config.qk_norm else {}
     return {
         "attn_norm": shape(width),
         "attn": {
@@ -117,8 +121,7 @@ def block_shapes(config: Config) -> Params:
             "k": shape(kv_heads, width),
             "v": shape(kv_heads, width),
             "o": shape(width, heads),
-            "q_norm": shape(config.head_dim),
-            "k_norm": shape(config.head_dim),
+            **norms,
         },
         "mlp_norm": shape(width),
         "mlp": {
@@ -208,9 +211,9 @@ def _queries_keys_values(
     q = split_heads(linear(normed, attn["q"]), config.num_heads)
     k = split_heads(linear(normed, attn["k"]), config.num_kv_heads)
     v = split_heads(linear(normed, attn["v"]), config.num_kv_heads)
-    q = apply_rope(rms_norm(q, attn["q_norm"], eps), *angles)
-    k = apply_rope(rms_norm(k, attn["k_norm"], eps), *angles)
-    return q, k, v
+    if config.qk_norm:
+        q, k = rms_norm(q, attn["q_norm"], eps), rms_norm(k, attn["k_norm"], eps)
+    return apply_rope(q, *angles), apply_rope(k, *angles), v
 
 
 def _add_attention(layer: Params, x: Tensor, attended: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""Qwen3 checkpoints in Hugging Face's folder format: ``config.json`` and safetensors.
+"""Hugging Face checkpoints of the Qwen3, Qwen3-MoE and Llama kinds: config.json and safetensors.
 
-Shards are read and written one after the other: one at most is in memory beside the params.
+The class of a config says which model computes it: ``decoder.Config`` or ``moe.Config``.
 """
 
 import json
-from collections.abc import Iterator
+import operator
 from dataclasses import replace
 from functools import reduce
-from importlib import import_module
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +14,12 @@ import torch
 from torch import Tensor
 
 from . import decoder
+from .hf_files import INDEX, WEIGHTS, Shapes, read_shapes, read_tensors, write_tensors
+from .hf_kinds import HEAD, KINDS, Place, kind_of, places, read_config, written_config
 
-__all__ = ["load", "load_config", "save", "state_dict"]
+__all__ = ["INDEX", "load", "load_config", "save", "state_dict"]
 
 Params = Any
-Shapes = dict[str, tuple[int, ...]]
-Place = tuple[str | int, ...]
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
-
-FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-"""Names in ``config.json`` and in ``decoder.Config``; that of ``rope_theta`` has changed."""
-
-FIXED = {
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "rope_type": "default",
-}
-"""What ``decoder`` computes and its config cannot change."""
-
-BLOCK: dict[str, Place] = {
-    "input_layernorm": ("attn_norm",),
-    "self_attn.q_proj": ("attn", "q"),
-    "self_attn.k_proj": ("attn", "k"),
-    "self_attn.v_proj": ("attn", "v"),
-    "self_attn.o_proj": ("attn", "o"),
-    "self_attn.q_norm": ("attn", "q_norm"),
-    "self_attn.k_norm": ("attn", "k_norm"),
-    "post_attention_layernorm": ("mlp_norm",),
-    "mlp.gate_proj": ("mlp", "gate"),
-    "mlp.up_proj": ("mlp", "up"),
-    "mlp.down_proj": ("mlp", "down"),
-}
-"""Modules of one block and where their weights are in its params."""
 
 
 def load(
@@ -71,7 +28,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[decoder.Config, Params]:
-    """A Qwen3 model from a local folder.
+    """A model from a local folder.
 
     Args:
         folder: holds ``config.json`` and ``model.safetensors``, or shards and their index.
@@ -79,7 +36,8 @@ def load(
         device: of the params.
 
     Returns:
-        The config and the params for ``decoder``.
+        The config and the params: for ``moe`` where the config is a ``moe.Config``, else for
+        ``decoder``.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -88,19 +46,19 @@ def load(
         ImportError: safetensors is not installed.
 
     References:
-        Yang et al., Qwen3 Technical Report, 2025; the format is that of huggingface/safetensors.
+        Yang et al., Qwen3 Technical Report, 2025; Grattafiori et al., The Llama 3 Herd of Models,
+        2024; the format is that of huggingface/safetensors.
     """
-    config, shards = load_config(folder), _shards(Path(folder))
-    found = {name: shape for shard in shards for name, shape in _shapes_in(shard).items()}
+    folder = Path(folder)
+    config = load_config(folder)
+    kind, found = KINDS[kind_of(config)], read_shapes(folder)
     # A tied head may be stored nevertheless.
     tied = config.tie_embeddings and HEAD not in found
-    params = decoder.shapes(replace(config, tie_embeddings=tied))
-    places = _places(config.num_layers, tied=tied)
-    _check_shapes(
-        folder, found, {name: tuple(_at(params, at).shape) for name, at in places.items()}
-    )
-    for name, tensor in _tensors(shards, device):
-        _at(params, places[name][:-1])[places[name][-1]] = tensor.to(dtype or tensor.dtype)
+    params = kind.model.shapes(replace(config, tie_embeddings=tied))
+    where = places(kind, config, tied=tied)
+    _check_shapes(folder, found, {name: tuple(_at(params, at).shape) for name, at in where.items()})
+    for name, tensor in read_tensors(folder, device=device):
+        _put(params, where[name], tensor.to(dtype or tensor.dtype))
     if config.tie_embeddings and not tied and not torch.equal(params.pop("head"), params["embed"]):
         raise ValueError(
             f"load: a tied head must equal the embedding, got another {HEAD} in {folder}. "
@@ -110,30 +68,16 @@ def load(
 
 
 def load_config(folder: str | Path) -> decoder.Config:
-    """The config of a Qwen3 model in a local folder.
+    """The config of a model in a local folder; a ``moe.Config`` of a mixture of experts.
+
+    Weights of losses are not part of a checkpoint: a ``moe.Config`` has its defaults for them.
 
     Raises:
         FileNotFoundError: there is no ``config.json``.
-        ValueError: the model is another one than ``decoder`` computes, or a field is missing.
+        ValueError: the model is another one than ours compute, or a field is missing.
     """
     path = Path(folder) / "config.json"
-    theirs = json.loads(path.read_text())
-    # transformers 4 has rope_theta and rope_scaling; 5 has rope_parameters.
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    found = {"model_type": None, "rope_type": rope.get("rope_type", "default")}
-    found = FIXED | found | {name: theirs[name] for name in FIXED if name in theirs}
-    wrong = {name: value for name, value in found.items() if value != FIXED[name]}
-    if wrong:
-        raise ValueError(
-            f"load: {path} must describe a decoder with {FIXED}, got {wrong}. "
-            "Other architectures are not supported."
-        )
-    fields = {ours: theirs.get(name) for name, ours in FIELDS.items()}
-    fields["rope_theta"] = rope.get("rope_theta", theirs.get("rope_theta"))
-    missing = [name for name, value in fields.items() if value is None]
-    if missing:
-        raise ValueError(f"load: {path} must give the whole shape, got none for {missing}. Add it.")
-    return decoder.Config(**fields)
+    return read_config(json.loads(path.read_text()), str(path))[1]
 
 
 def save(
@@ -143,30 +87,30 @@ def save(
 
     Args:
         folder: is made if need be. A model that is in it already is replaced.
-        params: of ``decoder``, or a module made of them.
-        config: of ``decoder``.
+        params: of ``decoder`` or ``moe``, or a module made of them.
+        config: of the same.
         shard_bytes: the size of a file; a larger weight has a file of its own.
 
     Raises:
         ImportError: safetensors is not installed.
+        ValueError: no architecture of transformers computes what ``config`` says.
     """
-    folder = Path(folder)
+    folder, weights = Path(folder), state_dict(params, config)
     folder.mkdir(parents=True, exist_ok=True)
     for old in ("config.json", WEIGHTS, INDEX):
         (folder / old).unlink(missing_ok=True)
-    weights = state_dict(params, config)
-    _write(folder, _split(weights, shard_bytes))
+    write_tensors(folder, weights, shard_bytes=shard_bytes)
     # Last: a folder that was written in part does not look like a model.
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(_their_config(config, dtype), indent=2))
+    (folder / "config.json").write_text(json.dumps(written_config(config, dtype), indent=2))
 
 
 def state_dict(params: Params, config: decoder.Config) -> dict[str, Tensor]:
-    """The params by the names that transformers' ``Qwen3ForCausalLM`` gives them.
+    """The params by the names that they have in checkpoints.
 
     Args:
-        params: of ``decoder``, or a module made of them.
-        config: of ``decoder``.
+        params: of ``decoder`` or ``moe``, or a module made of them.
+        config: of the same.
 
     Returns:
         Detached tensors that share memory with the params.
@@ -178,24 +122,24 @@ def state_dict(params: Params, config: decoder.Config) -> dict[str, Tensor]:
         >>> sorted(state_dict(decoder.init(config, random.key(0)), config))[:2]
         ['lm_head.weight', 'model.embed_tokens.weight']
     """
-    places = _places(config.num_layers, tied=config.tie_embeddings)
-    return {name: _at(params, place).detach() for name, place in places.items()}
-
-
-def _places(num_layers: int, *, tied: bool) -> dict[str, Place]:
-    places: dict[str, Place] = {"model.embed_tokens.weight": ("embed",)}
-    for index in range(num_layers):
-        for name, place in BLOCK.items():
-            places[f"model.layers.{index}.{name}.weight"] = ("layers", index, *place)
-    places["model.norm.weight"] = ("norm",)
-    return places if tied else places | {HEAD: ("head",)}
+    where = places(KINDS[kind_of(config)], config, tied=config.tie_embeddings)
+    return {name: _at(params, place).detach() for name, place in where.items()}
 
 
 def _at(params: Params, place: Place) -> Any:
-    return reduce(getitem, place, params)
+    return reduce(operator.getitem, place, params)
 
 
-def _check_shapes(folder: str | Path, found: Shapes, expected: Shapes) -> None:
+def _put(params: Params, place: Place, tensor: Tensor) -> None:
+    parent: Any = _at(params, place[:-1])
+    # The first of the experts that share a tensor makes it.
+    if getattr(parent, "is_meta", False):
+        parent = torch.empty_like(parent, dtype=tensor.dtype, device=tensor.device)
+        _put(params, place[:-1], parent)
+    operator.setitem(parent, place[-1], tensor)
+
+
+def _check_shapes(folder: Path, found: Shapes, expected: Shapes) -> None:
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
         "unknown": sorted(found.keys() - expected.keys()),
@@ -211,70 +155,3 @@ def _check_shapes(folder: str | Path, found: Shapes, expected: Shapes) -> None:
             f"load: the weights in {folder} must be those of its config.json, got "
             f"{'; '.join(got)}. Is the checkpoint complete, and of this model?"
         )
-
-
-def _shards(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).exists():
-        raise FileNotFoundError(
-            f"load: the folder must hold {WEIGHTS} or {INDEX}, got {folder}. "
-            "Convert other formats to safetensors first."
-        )
-    index = json.loads((folder / INDEX).read_text())
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
-
-
-def _shapes_in(shard: Path) -> Shapes:
-    with _safetensors().safe_open(shard, framework="pt") as file:
-        names = file.keys()
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-
-
-def _tensors(shards: list[Path], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-    for shard in shards:
-        with _safetensors().safe_open(shard, framework="pt", device=str(device)) as file:
-            names = file.keys()
-            yield from ((name, file.get_tensor(name)) for name in names)
-
-
-def _split(weights: dict[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    shards, size = [{}], 0
-    for name, tensor in weights.items():
-        if shards[-1] and size + tensor.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards
-
-
-def _write(folder: Path, shards: list[dict[str, Tensor]]) -> None:
-    save_file = _safetensors("safetensors.torch").save_file
-    num = len(shards)
-    names = [f"model-{i + 1:05d}-of-{num:05d}.safetensors" for i in range(num)]
-    for name, shard in zip(names if num > 1 else [WEIGHTS], shards, strict=True):
-        tensors = {key: tensor.cpu().contiguous() for key, tensor in shard.items()}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-    if num > 1:
-        size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        files = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        index = {"metadata": {"total_size": size}, "weight_map": files}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _their_config(config: decoder.Config, dtype: str) -> dict[str, Any]:
-    # The fields of transformers 4, which 5 reads too.
-    fields = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
-    fixed = {name: value for name, value in FIXED.items() if name != "rope_type"}
-    rope = {"rope_theta": config.rope_theta, "rope_scaling": None}
-    return {"architectures": ["Qwen3ForCausalLM"], "dtype": dtype} | fixed | fields | rope
-
-
-def _safetensors(name: str = "safetensors") -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise ImportError(
-            "Hugging Face checkpoints need the package safetensors. pip install 'numden[hf]'"
-        ) from None

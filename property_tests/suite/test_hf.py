@@ -149,7 +149,7 @@ def test_reads_the_rope_field_of_transformers_4(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, r"got \{'model_type': 'llama'\}. Other architectures"),
+        ({"model_type": "gpt2"}, r"got \{'model_type': 'gpt2'\}. Other architectures"),
         ({"model_type": ...}, r"got \{'model_type': None\}"),
         ({"attention_bias": True, "hidden_act": "gelu"}, "'hidden_act': 'gelu'.*bias': True"),
         ({"use_sliding_window": True}, r"got \{'use_sliding_window': True\}"),
