@@ -276,28 +276,28 @@ def test_refinement_by_hand(threshold):
 @given(st.integers(0, 99), st.integers(1, 6))
 def test_equivalent_draft_transition_table(seed, length):
     """All pairs of candidates of neighbouring slots scored at once, then the best path followed."""
-    config = make_config()
-    params, captured = make_params(config), normal(seed, 1, length, 2 * WIDTH)
-    token, k = torch.tensor([seed % MASK_TOKEN]), config.top_k
-    tokens = torch.nn.functional.pad(token, (length, 0))[None]
-    # The same block, known by its anchor in a longer row whose end it does not see.
-    row = {"tokens": torch.cat([tokens, tokens + 1], 1), "anchors": torch.tensor([[length]])}
-    rest = normal(seed + 1, 1, length + 2, 2 * WIDTH)
-    row |= {"captured": torch.cat([captured, rest], 1), "keep": torch.tensor([[True]])}
-    states = dspine.apply(params, row, config, TARGET)
-    chosen = candidates(states.hidden[0, 0] @ TARGET["head"].T, k)
-    path, place = [], 0
-    for slot in range(config.num_drafted):
-        known = token.expand(k) if slot == 0 else chosen[slot - 1]
-        previous = injection.token_features(TARGET["codes"], known, torch.float64)
-        refined = refine(params, states.before[0, 0, slot].expand(k, -1), previous, config)
-        table = refined @ TARGET["head"][chosen[slot]].T
-        close(scores(refined, chosen[slot].expand(k, -1), TARGET["head"]), table)
-        place = int(table[place].argmax())
-        path.append(int(chosen[slot, place]))
-    drafted = dspine_draft.draft(params, captured, token, config, TARGET)
-    assert drafted.tokens.tolist() == [path]
+    config, num_rows = make_config(), 5
+    params = make_params(config, written=1.0)
+    # Blocks in longer rows, whose ends they do not see.
+    batch = place(make_batch(config, num_rows=num_rows, seed=seed), [length] * num_rows)
+    states = dspine.apply(params, batch, config, TARGET)
+    tokens = batch["tokens"][:, length]
+    captured = batch["captured"][:, :length]
+    drafted = dspine_draft.draft(params, captured, tokens, config, TARGET)
     assert drafted.confidence is None
+    for row, token in enumerate(tokens):
+        chosen = candidates(states.hidden[row, 0] @ TARGET["head"].T, config.top_k)
+        path, place_of = [], 0
+        for slot in range(config.num_drafted):
+            known = token.expand(config.top_k) if slot == 0 else chosen[slot - 1]
+            previous = injection.token_features(TARGET["codes"], known, torch.float64)
+            before = states.before[row, 0, slot].expand(config.top_k, -1)
+            refined = refine(params, before, previous, config)
+            table = refined @ TARGET["head"][chosen[slot]].T
+            close(scores(refined, chosen[slot].expand(config.top_k, -1), TARGET["head"]), table)
+            place_of = int(table[place_of].argmax())
+            path.append(int(chosen[slot, place_of]))
+        assert drafted.tokens[row].tolist() == path
 
 
 def test_equivalent_speculative_greedy_with_it():
