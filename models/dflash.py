@@ -94,7 +94,8 @@ def apply(params: Params, batch: Batch, config: Config, target: Params) -> Tenso
     Returns:
         ``[B, N, D, H]``; the i-th slot of block n predicts the token at ``anchors[n] + 1 + i``.
     """
-    return hidden_states(params, batch, config, target)[..., 1:, :]
+    # Contiguous, so that the head is one product and not one for each block.
+    return hidden_states(params, batch, config, target)[..., 1:, :].contiguous()
 
 
 def logits(hidden: Tensor, target: Params) -> Tensor:
@@ -195,7 +196,7 @@ def _terms(
     metrics = slot_metrics(losses, measures, labelled, config.decay_gamma)
     if config.dpace is None:
         return slot_terms(losses, labelled, config.decay_gamma), metrics
-    probs = torch.exp(-losses["ce"].detach())
+    probs = torch.exp(-losses["ce"])
     worth = credit(probs, labelled, config.dpace_alpha, config.dpace)
     terms = block_average(worth * losses["ce"], labelled, config.dpace_average)
     metrics["credit_position"] = slot_means(worth, labelled)

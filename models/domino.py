@@ -112,7 +112,8 @@ def apply(params: Params, batch: Batch, config: Config, target: Params) -> Slots
     Returns:
         Values of leading shape ``[B, N, D]``; ``logits`` makes logits of them.
     """
-    hidden = hidden_states(params, batch, config, target)[..., config.first_slot :, :]
+    # Contiguous, so that the head is one product and not one for each block.
+    hidden = hidden_states(params, batch, config, target)[..., config.first_slot :, :].contiguous()
     known = take_slots(batch["tokens"], batch["anchors"], config.num_drafted)
     states = gru.scan(params["gru"], embed(known, target["embed"].detach()))
     prefix = config.prefix_size

@@ -1,10 +1,12 @@
 import pytest
 import torch
-from dspark_cases import normal
+from block_cases import SHAPE, assert_close, make_batch
+from dspark_cases import TARGET, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
+from numden.models import dflash
 from numden.models.anchors import block_mask
 from numden.models.block_attention import block_attention, choose_kernel, mask_function
 from numden.pure import random
@@ -50,6 +52,19 @@ def test_equivalent_kernels(window):
     torch.testing.assert_close(flex, dense)
     assert flex[1, :, 8:].count_nonzero() == 0  # a block that is not kept sees nothing
     assert flex[1, :, :8].count_nonzero() > 0
+
+
+@uncompiled
+def test_equivalent_losses_by_kernel():
+    """The network takes the kernel that its configuration names, in layers of both kinds."""
+    sliding = {"sliding_layers": (1,), "sliding_window": 3}
+    found = []
+    for kernel in ("flex", "dense"):
+        config = dflash.Config(**SHAPE, **sliding, kernel=kernel)
+        batch = make_batch(dflash.prepare, config, supervised=0.6)
+        params = dflash.init(config, random.key(0), std=0.4, dtype=torch.float64)
+        found.append(dflash.loss_terms(params, batch, config, TARGET))
+    assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused kernel needs a GPU")

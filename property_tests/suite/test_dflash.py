@@ -14,9 +14,10 @@ from block_cases import (
     sines,
     value_and_grads,
 )
-from dspark_cases import MASK_TOKEN, TARGET, VOCAB, normal
+from dspark_cases import MASK_TOKEN, TARGET, VOCAB, WIDTH, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_cases import Ops
 
 from numden.models import dflash, dflash_draft
 from numden.models.module import as_module, call
@@ -51,6 +52,8 @@ def bound(config, target=TARGET):
 def results(params, batch, config):
     return value_and_grads(bound(config), dflash.objective(config), params, batch)
 
+
+VIEWS = {"aten.detach", "aten.t"}
 
 # Known numbers.
 
@@ -265,6 +268,17 @@ def test_no_host_read_and_no_collective(options):
         terms, _ = dflash.loss_terms(params, batch, config, TARGET)
         terms.num["ce"].backward()
     assert (reads.total(), collectives.total()) == (0, 0), reads.places
+
+
+def test_logits_exist_for_a_few_blocks_only():
+    config = make_config(vocab_size=1000, chunk_blocks=2)
+    params, batch = tree.map(lambda x: x.requires_grad_(), make_params(config)), batch_of(config)
+    target = {"embed": normal(2, 1000, WIDTH)}
+    with Ops() as ops:
+        terms, _ = dflash.loss_terms(params, batch, config, target)
+        torch.stack(list(terms.num.values())).sum().backward()
+    # Two blocks at once, of three slots each; what is as large as embedding and head is a view.
+    assert max(size for name, _, size in ops.calls if name not in VIEWS) == 6 * 1000
 
 
 @each_loss
