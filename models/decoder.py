@@ -4,7 +4,7 @@ Params are nested dicts: ``embed`` [V, H], ``layers`` (one dict a layer), ``norm
 embedding is not tied, ``head`` [V, H]. Letters for shapes are those of ``layers``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ __all__ = [
     "next_tokens",
     "shapes",
     "step",
+    "step_by",
     "token_metrics",
 ]
 
@@ -295,12 +296,27 @@ def step(
         >>> final.shape, cache.length
         (torch.Size([1, 3, 8]), 3)
     """
+    blocks = [cached_block] * config.num_layers
+    return step_by(blocks, params, tokens, cache, config, layers=layers)
+
+
+def step_by(
+    blocks: Sequence[Callable[..., tuple[Tensor, list[Tensor]]]],
+    params: Params,
+    tokens: Tensor,
+    cache: Cache,
+    config: Config,
+    *,
+    layers: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Cache]:
+    """``step`` of a model whose blocks are others: one function like ``cached_block`` a layer."""
     positions = _next_positions(tokens, cache)
     x = embed(tokens, params["embed"])
     angles = tables(positions, x, config)
     outputs, past = [], []
-    for layer, *pair in zip(params["layers"], cache.keys, cache.values, strict=True):
-        x, pair = call(cached_block, layer, x, angles, config, pair, positions)
+    rows = zip(blocks, params["layers"], cache.keys, cache.values, strict=True)
+    for block_fn, layer, *pair in rows:
+        x, pair = call(block_fn, layer, x, angles, config, pair, positions)
         outputs.append(x)
         past.append(pair)
     keys, values = ([pair[i] for pair in past] for i in (0, 1))

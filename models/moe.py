@@ -15,7 +15,7 @@ sums; gradients of the experts are then whole, those of all else partial over ``
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +32,10 @@ from ..pure.objective import Objective, term_mean
 from ..pure.terms import LossTerms, Metrics
 from . import decoder
 from .decoder import next_tokens
-from .decoder_block import tables
 from .experts import Exchange
-from .layers import embed, init_like, rms_norm
-from .module import call
-from .moe_block import Config, block, block_shapes
+from .layers import init_like
+from .moe_block import Config
+from .moe_network import States, shapes, states, step
 from .routers import Routing
 
 __all__ = [
@@ -51,6 +50,7 @@ __all__ = [
     "router_stats",
     "shapes",
     "states",
+    "step",
 ]
 
 Params = Any
@@ -79,72 +79,6 @@ def init(
         torch.Size([6, 4, 8])
     """
     return init_like(key, shapes(config), std=std, dtype=dtype)
-
-
-def shapes(config: Config) -> Params:
-    """The params as tensors on the meta device, which have shapes and no memory."""
-    blocks = [block_shapes(config, index) for index in range(config.num_layers)]
-    return decoder.shapes(config) | {"layers": blocks}
-
-
-class States(NamedTuple):
-    """What a forward pass leaves.
-
-    Attributes:
-        captured: [B, S, K * H], the residual stream after chosen layers.
-        final: [B, S, H], what the head reads.
-        routings: one for each block with experts, of [B, S] tokens.
-    """
-
-    captured: Tensor
-    final: Tensor
-    routings: list[Routing]
-
-
-def states(
-    params: Params,
-    tokens: Tensor,
-    config: Config,
-    *,
-    layers: Sequence[int] = (),
-    positions: Tensor | None = None,
-    exchange: Exchange | None = None,
-    router_bias: Tensor | None = None,
-    selected: Tensor | None = None,
-) -> States:
-    """Hidden states and what the routers decided.
-
-    Args:
-        params: from ``init``, or such a module as ``as_module`` makes.
-        tokens: int64 [B, S].
-        config: the shape of ``params``.
-        layers: K indices of blocks, from 0, whose outputs a draft model reads.
-        positions: integers [S] or [B, S]; default ``0 .. S-1``.
-        exchange: see ``experts.mix``; needed where ``params`` hold a part of the experts.
-        router_bias: [L, E], one row for each of the L blocks with experts, for the router "biased".
-        selected: int64 [B, S, L, k], choices made before, in place of the routers'.
-
-    Raises:
-        ValueError: there is no such layer, or experts are missing and ``exchange`` too.
-    """
-    if positions is None:
-        positions = torch.arange(tokens.shape[-1], device=tokens.device)
-    x = embed(tokens, params["embed"])
-    angles = tables(positions, x, config)
-    outputs, routings = [], []
-    for layer in params["layers"]:
-        options = {} if "mlp" in layer else _of_layer(len(routings), router_bias, selected)
-        x, routing = call(block, layer, x, angles, config, exchange=exchange, **options)
-        outputs.append(x)
-        routings += [] if routing is None else [routing]
-    captured = decoder.capture("states", outputs, layers)
-    return States(captured, rms_norm(x, params["norm"], config.norm_eps), routings)
-
-
-def _of_layer(index: int, router_bias: Tensor | None, selected: Tensor | None) -> dict[str, Any]:
-    """What the index-th router is given."""
-    bias = None if router_bias is None else router_bias.select(0, index)
-    return {"bias": bias, "selected": None if selected is None else selected.select(2, index)}
 
 
 def hidden_states(

@@ -182,8 +182,8 @@ def cached_block(
         config: the shape.
         past: keys and values, each [B, Nkv, T, D]; read up to the position of each query.
         positions: int64 [B, L], where the new keys and values belong.
-        exchange: as in ``block``.
-        bias: as in ``block``.
+        exchange: see ``block``.
+        bias: see ``block``.
 
     Returns:
         [B, L, H], and keys and values that hold the new ones.

@@ -327,6 +327,19 @@ def test_tokens_are_causal_and_padding_is_neutral():
     )
 
 
+def test_steps_give_the_states_of_the_whole():
+    config = make_config(num_layers=3, dense_layers=(1,), router="biased")
+    params, tokens = make_params(config), make_batch(size=6)["tokens"]
+    bias = torch.rand(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = moe.hidden_states(params, tokens, config, layers=(0, 2), router_bias=bias)
+    cache, parts = decoder.init_cache(config, 2, 6, dtype=torch.float64), []
+    for part in tokens.split([1, 3, 2], dim=1):
+        *found, cache = moe.step(params, part, cache, config, layers=(0, 2), router_bias=bias)
+        parts.append(found)
+    found = tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+    torch.testing.assert_close(found, whole, **CLOSE)
+
+
 def test_nothing_counted_is_exactly_zero():
     config, batch = make_config(), make_batch()
     empty = batch | {"token_mask": torch.zeros_like(batch["token_mask"])}
