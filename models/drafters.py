@@ -3,7 +3,7 @@
 A new drafter joins by one entry of ``DRAFTERS``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,12 +21,15 @@ from . import (
     dspark_draft,
     dspine,
     dspine_draft,
+    mtp,
+    mtp_draft,
 )
 from .data import Batch
+from .decoding import Target, cached_decoder
 from .train_config import Drafter as Options
 from .transfer_space import transfer_space
 
-__all__ = ["DRAFTERS", "Drafter", "Progress"]
+__all__ = ["DRAFTERS", "Drafter", "Progress", "captured_layers"]
 
 Params = Any
 
@@ -49,7 +52,13 @@ class Drafter(NamedTuple):
         loss_terms: ``(params, batch, config, target) -> (LossTerms, Metrics)``.
         objective: ``(config, progress) -> objective`` of that window.
         draft: ``(params, captured, token, config, target) -> tokens`` ``[B, D]``, greedily.
+        num_drafted: ``config -> D``, the most tokens of a draft.
         target: ``(target's params, config) -> params``, what it reads of the frozen target.
+        layers: ``(config, target's shape) -> indices`` of the target's layers that it reads.
+        decoder: ``(target's params, its shape, capacity, layers) -> Target`` that captures what
+            ``draft`` reads of a token.
+        den: ``(batch, config) -> den``, where terms have dens of their own; None where they share
+            one, which needs no counting before a window.
     """
 
     title: str
@@ -59,7 +68,32 @@ class Drafter(NamedTuple):
     loss_terms: Callable[..., tuple[LossTerms, Metrics]]
     objective: Callable[[Any, Progress], Objective]
     draft: Callable[[Params, Tensor, Tensor, Any, Params], Tensor]
+    num_drafted: Callable[[Any], int]
     target: Callable[[Params, Any], Params]
+    layers: Callable[[Any, decoder.Config], Sequence[int]]
+    decoder: Callable[[Params, decoder.Config, int, Sequence[int]], Target]
+    den: Callable[[Batch, Any], Any] | None = None
+
+
+def captured_layers(depth: int, count: int) -> tuple[int, ...]:
+    """``count`` of ``depth`` layers: spread evenly, without the outermost of many.
+
+    Examples:
+        >>> captured_layers(36, 5)
+        (1, 9, 17, 25, 33)
+    """
+    if count == 1:
+        return (depth // 2,)
+    first, last = (1, depth - 3) if depth >= count + 3 else (0, depth - 1)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
+def _of_target(config: Any, target: decoder.Config) -> tuple[int, ...]:
+    return captured_layers(target.num_layers, config.num_target_layers)
+
+
+def _cached(params: Params, shape: decoder.Config, capacity: int, layers: Sequence[int]) -> Target:
+    return cached_decoder(params, shape, capacity=capacity, layers=layers)
 
 
 def _shape(options: Options, target: decoder.Config, mask_token_id: int) -> dict[str, Any]:
@@ -115,6 +149,19 @@ def _anchors(batch: Batch, config: Any, progress: Progress) -> Batch:
     return block_drafter.prepare(batch, config)
 
 
+def _mtp(options: Options, target: decoder.Config, mask_token_id: int) -> mtp.Config:
+    return mtp.Config(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        num_steps=options.block_size,
+        chain_context="prefix",
+    )
+
+
 def _embedding_and_head(target: Params, config: Any = None) -> Params:
     return {name: target[name] for name in ("embed", "head") if name in target}
 
@@ -144,7 +191,10 @@ DRAFTERS = {
         loss_terms=dspark.loss_terms,
         objective=lambda config, progress: dspark.objective(config),
         draft=lambda *args: dspark_draft.draft(*args).tokens,
+        num_drafted=lambda config: config.block_size,
         target=_embedding_and_head,
+        layers=_of_target,
+        decoder=_cached,
     ),
     "dflash": Drafter(
         title="DFlash",
@@ -154,7 +204,10 @@ DRAFTERS = {
         loss_terms=dflash.loss_terms,
         objective=lambda config, progress: dflash.objective(config),
         draft=lambda *args: dflash_draft.draft(*args).tokens,
+        num_drafted=lambda config: config.block_size - 1,
         target=_embedding_and_head,
+        layers=_of_target,
+        decoder=_cached,
     ),
     "domino": Drafter(
         title="Domino",
@@ -164,7 +217,10 @@ DRAFTERS = {
         loss_terms=domino.loss_terms,
         objective=lambda config, progress: domino.objective(config),
         draft=lambda *args: domino_draft.draft(*args).tokens,
+        num_drafted=lambda config: config.num_drafted,
         target=_embedding_and_head,
+        layers=_of_target,
+        decoder=_cached,
     ),
     "dspine": Drafter(
         title="DSpine",
@@ -176,7 +232,26 @@ DRAFTERS = {
             config, alignment=dspine.schedule(config, *progress).alignment
         ),
         draft=lambda *args: dspine_draft.draft(*args).tokens,
+        num_drafted=lambda config: config.block_size - 1,
         target=_with_codes,
+        layers=_of_target,
+        decoder=_cached,
+    ),
+    "mtp": Drafter(
+        title="MTP",
+        config=_mtp,
+        init=lambda config, key, target: mtp.init(config, key),
+        prepare=lambda batch, config, progress: mtp.prepare(batch, config),
+        loss_terms=mtp.loss_terms,
+        objective=lambda config, progress: mtp.objective(config),
+        draft=lambda *args: mtp_draft.draft(*args).tokens,
+        num_drafted=lambda config: config.num_steps,
+        target=_embedding_and_head,
+        layers=lambda config, target: (),
+        decoder=lambda params, shape, capacity, layers: mtp_draft.cached_target(
+            params, shape, capacity=capacity
+        ),
+        den=mtp.den,
     ),
 }
 """By the name that ``drafter.model`` of the configuration gives."""

@@ -4,7 +4,7 @@ Everything here is a function of the configuration; who runs it, on how many ran
 ``cli``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..pure import LossFn, Objective, optim, tree
 from .data import Batch, windows
 from .decoder import Config, hidden_states, init
 from .decoder import loss_terms as decoder_loss
-from .decoding import Decoded, cached_decoder, greedy, speculative_greedy
+from .decoding import Decoded, greedy, speculative_greedy
 from .drafters import DRAFTERS, Drafter, Progress
 from .features import load_features, save_features
 from .job_rows import DRAFTER, ORDER, TARGET, Corpus, drafter_rows, stream_key
@@ -28,6 +28,7 @@ from .train_config import TrainConfig
 __all__ = [
     "decode",
     "drafter_config",
+    "drafter_den",
     "drafter_init",
     "drafter_kind",
     "drafter_loss",
@@ -134,34 +135,24 @@ def drafter_loss(config: TrainConfig, shape: Any, target: Any) -> LossFn:
     return partial(call, partial(kind.loss_terms, config=shape, target=frozen))
 
 
+def drafter_den(config: TrainConfig, shape: Any) -> Callable[[Batch], Any] | None:
+    """What counts the dens of a batch before a window; None where that is not needed."""
+    den = drafter_kind(config).den
+    return None if den is None else lambda batch: den(batch, shape)
+
+
 def drafter_objective(config: TrainConfig, shape: Any, step: int) -> Objective:
     """The objective of the drafter's window of this number."""
     return drafter_kind(config).objective(shape, Progress(step, config.drafter.num_windows))
 
 
-def captured_layers(shape: Config, drafter: Any) -> tuple[int, ...]:
-    """The target's layers that the drafter reads: spread evenly, without the outermost of many.
-
-    Examples:
-        >>> from types import SimpleNamespace as Shape
-        >>> captured_layers(Shape(num_layers=36), Shape(num_target_layers=5))
-        (1, 9, 17, 25, 33)
-    """
-    depth, count = shape.num_layers, drafter.num_target_layers
-    if count == 1:
-        return (depth // 2,)
-    first, last = (1, depth - 3) if depth >= count + 3 else (0, depth - 1)
-    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
-
-
-def states(batch: Batch, target: Any, shape: Config, drafter: Any) -> dict[str, Tensor]:
+def states(batch: Batch, target: Any, shape: Config, layers: Sequence[int]) -> dict[str, Tensor]:
     """What a drafter reads of the frozen target.
 
     Returns:
         ``captured`` ``[B, S, K * H]``, the outputs of K layers, and ``final`` ``[B, S, H]``, the
         input of the head.
     """
-    layers = captured_layers(shape, drafter)
     with torch.no_grad():
         captured, final = hidden_states(target, batch["tokens"], shape, layers=layers)
     return {"captured": captured, "final": final}
@@ -179,7 +170,8 @@ def save_states(
     """Write this rank's share of the ``states`` of all rows into ``config.drafter.features``."""
     paths = _paths(config, corpus)
     Path(config.drafter.features).mkdir(parents=True, exist_ok=True)
-    features = partial(states, target=target, shape=shape, drafter=drafter)
+    layers = drafter_kind(config).layers(drafter, shape)
+    features = partial(states, target=target, shape=shape, layers=layers)
     for i in range(rank, len(paths), num_ranks):
         save_features(paths[i], corpus.rows[i * _ROWS_PER_FILE :][:_ROWS_PER_FILE], features)
 
@@ -217,19 +209,20 @@ def drafter_windows(
         rank=rank,
         num_ranks=num_ranks,
     )
-    prepare = drafter_kind(config).prepare
+    kind = drafter_kind(config)
+    layers = kind.layers(drafter, shape)
     for step, (window, _) in enumerate(islice(stream, first, None), first):
         progress = Progress(step, config.drafter.num_windows)
-        with_states = [_with_states(batch, target, shape, drafter) for batch in window]
-        yield [prepare(batch, drafter, progress) for batch in with_states]
+        with_states = [_with_states(batch, target, shape, layers) for batch in window]
+        yield [kind.prepare(batch, drafter, progress) for batch in with_states]
 
 
-def _with_states(batch: Batch, target: Any, shape: Config, drafter: Any) -> Batch:
+def _with_states(batch: Batch, target: Any, shape: Config, layers: Sequence[int]) -> Batch:
     if "captured" in batch:
         dtype = target["embed"].dtype
         found = {name: batch[name].to(dtype) for name in ("captured", "final")}
     else:
-        found = states(batch, target, shape, drafter)
+        found = states(batch, target, shape, layers)
     return batch | found
 
 
@@ -261,9 +254,9 @@ def decode(
     the same one by one.
     """
     target, drafters = tree.map(Tensor.double, (target, drafters))
-    capacity = max(len(prompt) for prompt in prompts) + new_tokens + drafter.block_size + 1
-    layers = captured_layers(shape, drafter)
-    model = cached_decoder(target, shape, capacity=capacity, layers=layers)
+    longest = max(len(prompt) for prompt in prompts)
+    capacity = longest + new_tokens + kind.num_drafted(drafter) + 1
+    model = kind.decoder(target, shape, capacity, kind.layers(drafter, shape))
     frozen = kind.target(target, drafter)
 
     def drafted(params: Any, captured: Tensor, token: Tensor) -> Tensor:

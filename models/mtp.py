@@ -173,7 +173,8 @@ def den(batch: Batch, config: Config) -> dict[str, Tensor]:
 
 
 def _by_step(values: Tensor, config: Config) -> dict[str, Tensor]:
-    return dict(zip(config.weights, values.sum((0, 1)).unbind(), strict=True))
+    # No views of one tensor: FSDP2 warns of outputs that are.
+    return {name: values[..., step].sum() for step, name in enumerate(config.weights)}
 
 
 def objective(config: Config) -> TermMean:
@@ -230,7 +231,7 @@ def loss_terms(
     accuracy = slot_means(values["correct"].double(), supervised)
     return terms, {
         "accepted_length": accepted_length(values["correct"], supervised),
-        "accuracy": LossTerms(accuracy.num[0], accuracy.den[0]),
+        "accuracy": LossTerms(accuracy.num[0].clone(), accuracy.den[0].clone()),
         "accuracy_step": accuracy,
         "ce_step": slot_means(losses.detach(), supervised),
     }

@@ -15,6 +15,8 @@ from ..pure import LossFn, Objective, WindowGrad, tree, window_grad
 
 __all__ = ["apart", "mean_of_means", "receipt", "whole_batch"]
 
+_FLAT_INDICES = {"supervised", "predictions"}
+
 
 def receipt(
     loss_fn: LossFn,
@@ -60,7 +62,7 @@ def whole_batch(window: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         {'tokens': tensor([[1, 2],
                 [3, 0]])}
     """
-    names = [name for name in window[0] if name != "supervised"]
+    names = [name for name in window[0] if name not in _FLAT_INDICES]
     return {name: _stack([batch[name] for batch in window]) for name in names}
 
 

@@ -148,12 +148,14 @@ def _plot_losses(axes: Any, report: Report) -> None:
 
 
 def _plot_terms(axes: Any, records: list[Any]) -> None:
-    names = [name for name in records[0].metrics if name.endswith("_loss")] if records else []
+    known = list(records[0].metrics) if records else []
+    names = [name for name in known if name.endswith("_loss")] or known[:1]
     for name in names:
         values = [record.metrics[name] for record in records]
         axes.plot([record.step for record in records], values, label=name.removesuffix("_loss"))
-    axes.set(title="Drafter: losses, each over its den", xlabel="window", yscale="log")
-    axes.legend()
+    axes.set(title="Drafter: metrics, each over its den", xlabel="window", yscale="log")
+    if names:
+        axes.legend()
 
 
 def _plot_accepted(axes: Any, found: dict[str, Any]) -> None:

@@ -118,8 +118,9 @@ def _corpus_text(corpus: Corpus) -> str:
 def _sharded(params: Any) -> Any:
     """FSDP2 over the params of a model, each block on its own."""
     module = as_module(lambda params: params, tree.map(Tensor.clone, params))
-    for layer in module["layers"]:
-        fully_shard(layer)
+    if "layers" in module:
+        for layer in module["layers"]:
+            fully_shard(layer)
     return fully_shard(module)
 
 
@@ -209,19 +210,26 @@ def _drafter_stage(
     return _Stage(name, label, windows, drafter.num_windows, drafter.lr)
 
 
+def _grad_at(window_grad: Callable[..., Any], setup: Setup, target: Any) -> Callable[[int], Any]:
+    """The gradient of the drafter's window of a number."""
+    config, drafter = setup.config, setup.drafter
+    loss_fn, den_fn = job.drafter_loss(config, drafter, target), job.drafter_den(config, drafter)
+
+    def grad_at(step: int) -> Any:
+        objective = job.drafter_objective(config, drafter, step)
+        return window_grad(loss_fn, objective, den_fn=den_fn)
+
+    return grad_at
+
+
 def _train_drafter(setup: Setup, target: Any, saved: Path | None) -> Trained:
     """On ranks: an FSDP2 module, its gradients reduced by SUM."""
     rank, num_ranks = rank_and_number()
     config, drafter = setup.config, setup.drafter
     label = f"{job.drafter_kind(config).title}, {num_ranks} ranks"
     stage = _drafter_stage(setup, target, "drafter", label, rank, num_ranks)
-    loss_fn = job.drafter_loss(config, drafter, target)
     module = _sharded(job.drafter_init(config, drafter, target))
-
-    def grad_at(step: int) -> Any:
-        return dist.window_grad(loss_fn, job.drafter_objective(config, drafter, step))
-
-    trained = _fit(config, stage, grad_at, module, saved)
+    trained = _fit(config, stage, _grad_at(dist.window_grad, setup, target), module, saved)
     return trained._replace(params=_whole(trained.params))
 
 
@@ -230,13 +238,8 @@ def _train_drafter_alone(setup: Setup, target: Any, saved: Path | None) -> Train
     config, drafter = setup.config, setup.drafter
     label = f"{job.drafter_kind(config).title}, 1 rank"
     stage = _drafter_stage(setup, target, "drafter-1-rank", label)
-    loss_fn = job.drafter_loss(config, drafter, target)
     params = tree.map(Tensor.clone, job.drafter_init(config, drafter, target))
-
-    def grad_at(step: int) -> Any:
-        return pure.window_grad(loss_fn, job.drafter_objective(config, drafter, step))
-
-    return _fit(config, stage, grad_at, params, saved)
+    return _fit(config, stage, _grad_at(pure.window_grad, setup, target), params, saved)
 
 
 def _save_states(setup: Setup, target: Any) -> None:

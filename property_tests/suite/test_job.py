@@ -8,10 +8,12 @@ import torch
 from job_cases import tiny
 
 from numden.models import decoder, dspark, job
+from numden.models import drafters as drafters_module
 from numden.models.anchors import candidates
 from numden.models.corpus import stdlib_sources
 from numden.models.data import collate
 from numden.models.decoding import cached_decoder
+from numden.models.drafters import captured_layers
 from numden.models.job_rows import Corpus, drafter_rows, read_corpus
 from numden.models.rows import Row
 from numden.pure import random, tree, window_grad
@@ -256,17 +258,13 @@ def test_draws_differ_between_seeds_and_epochs(corpus, shapes, target):
     ],
 )
 def test_captured_layers(depth, count, layers):
-    config = tiny(f"target.num_layers={depth}", f"drafter.num_target_layers={count}")
-    shape = job.target_config(config, 300)
-    assert job.captured_layers(shape, job.drafter_config(config, shape, 299)) == layers
+    assert captured_layers(depth, count) == layers
 
 
 def test_captured_layers_are_distinct_whatever_the_depth():
     for depth in range(1, 40):
         for count in range(1, depth + 1):
-            config = tiny(f"target.num_layers={depth}", f"drafter.num_target_layers={count}")
-            shape = job.target_config(config, 300)
-            layers = job.captured_layers(shape, job.drafter_config(config, shape, 299))
+            layers = captured_layers(depth, count)
             assert len(set(layers)) == count
             assert list(layers) == sorted(layers)
             assert 0 <= layers[0] <= layers[-1] < depth
@@ -275,7 +273,7 @@ def test_captured_layers_are_distinct_whatever_the_depth():
 def test_states_are_layers_and_the_input_of_the_head(corpus, shapes, target):
     shape, drafter = shapes
     batch = collate(corpus.rows[:3], key=random.key(0))
-    found = job.states(batch, target, shape, drafter)
+    found = job.states(batch, target, shape, job.drafter_kind(CONFIG).layers(drafter, shape))
     logits = decoder.apply(target, batch["tokens"], shape)
     assert torch.equal(decoder.logits(target, found["final"], shape), logits)
     first, last = found["captured"].unflatten(-1, (2, -1)).unbind(-2)  # of layers 0 and 2
@@ -340,7 +338,8 @@ def test_states_of_rows_of_one_length_are_the_same_to_the_bit(shapes, target, tm
         for i in range(8)
     ]
     batch = collate(rows, key=key)
-    states = job.states(batch, target, *shapes)
+    shape, drafter = shapes
+    states = job.states(batch, target, shape, job.drafter_kind(CONFIG).layers(drafter, shape))
     config = tiny(f"drafter.features={tmp_path}")
     corpus = Corpus(None, rows, [])  # pyright: ignore[reportArgumentType]
     save_states(config, corpus, shapes, target)
@@ -378,7 +377,7 @@ def test_speculative_tokens_are_the_targets_own(corpus, shapes, target, monkeypa
         dtypes.append(params["embed"].dtype)
         return cached_decoder(params, *args, **kwargs)
 
-    monkeypatch.setattr(job, "cached_decoder", watched)
+    monkeypatch.setattr(drafters_module, "cached_decoder", watched)
     loud = tree.map(
         lambda w: 20 * w if w.dim() == 2 else w, job.drafter_init(CONFIG, drafter, target)
     )
