@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import block_cases
+import dspine_cases
+import mtp_cases
 import pytest
 import torch
 import torch.distributed as c10d
@@ -16,7 +18,7 @@ from hypothesis.strategies import SearchStrategy
 
 from numden import dist
 from numden.dist import run_local
-from numden.models import decoder, dflash, domino, dspark, moe
+from numden.models import decoder, dflash, domino, dspark, dspine, moe, mtp
 from numden.property_tests import laws, over_ranks
 from numden.property_tests._window_laws import results
 from numden.property_tests.rows import join_rows, num_rows, take_rows
@@ -144,6 +146,8 @@ DFLASH = dflash.Config(**PARALLEL, decay_gamma=4.0)
 DPACE = dflash.Config(**PARALLEL, dpace="full")
 DOMINO = domino.Config(**PARALLEL, gru_size=3, correction_rank=2, prefix_size=1)
 SHIFTED = domino.Config(**PARALLEL, gru_size=3, correction_rank=2, shift_label=True)
+DSPINE = dspine_cases.make_config(num_layers=1, replacement_layers=1)
+MTP = mtp_cases.make_config(chain_context="prefix")
 
 
 @st.composite
@@ -198,6 +202,27 @@ DRAFTS = {
     "columns": ("tokens", "loss_mask", "captured", "final"),
     "objective": dspark.objective(DSPARK),
     "num_examples": 3,
+}
+SIZES = {"num_rows": st.integers(1, 3), "size": st.integers(3, 8), "seed": st.integers(0, 99)}
+SIZES |= {"supervised": st.sampled_from([0.0, 0.4, 0.9])}
+SPINES = {
+    "params": st.integers(0, 9).map(partial(dspine_cases.make_params, DSPINE)),
+    "batches": st.builds(partial(dspine_cases.make_batch, DSPINE), **SIZES),
+    "mask": "loss_mask",
+    "columns": ("tokens", "loss_mask", "captured", "final"),
+    "objective": dspine.objective(DSPINE),
+    "plans": ("columns", "replay"),
+    "degree": None,
+    "num_examples": 2,
+}
+CHAINS = {
+    "params": st.integers(0, 9).map(partial(mtp_cases.make_params, MTP)),
+    "batches": st.builds(partial(mtp_cases.make_batch, num_samples=2), **SIZES),
+    "mask": "loss_mask",
+    "columns": ("tokens", "loss_mask", "final", "sample_ids"),
+    "objective": mtp.objective(MTP),
+    "plans": OWN_DENS,
+    "num_examples": 2,
 }
 
 
@@ -264,6 +289,12 @@ TABLE = [
     Loss("dflash by D-PACE", **drafts(dflash, DPACE)),
     Loss("domino", **drafts(domino, DOMINO, step=1, num_steps=8)),
     Loss("domino, shifted", **drafts(domino, SHIFTED, step=1, num_steps=8)),
+    Loss(
+        "dspine",
+        partial(dspine.loss_terms, config=DSPINE, target=dspine_cases.TARGET),
+        **SPINES,
+    ),
+    Loss("mtp", partial(mtp.loss_terms, config=MTP, target=mtp_cases.TARGET), **CHAINS),
 ]
 
 each_loss = pytest.mark.parametrize("loss", TABLE, ids=lambda loss: loss.name)
