@@ -1,5 +1,6 @@
 """One block of the decoder: its shape, its weights, its forward pass with and without a cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "block_shapes",
     "cached_attend",
     "cached_block",
+    "capture",
     "check_field",
     "tables",
 ]
@@ -223,3 +225,18 @@ def _add_attention(layer: Params, x: Tensor, attended: Tensor) -> Tensor:
 def _add_mlp(layer: Params, x: Tensor, config: Config) -> Tensor:
     mlp, normed = layer["mlp"], rms_norm(x, layer["mlp_norm"], config.norm_eps)
     return x + swiglu(normed, mlp["gate"], mlp["up"], mlp["down"])
+
+
+def capture(name: str, outputs: list[Tensor], layers: Sequence[int]) -> Tensor:
+    """Chosen ones of the outputs [B, S, H] of blocks, side by side; ``name`` is for errors.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
+    for index in layers:
+        if not 0 <= index < len(outputs):
+            raise ValueError(
+                f"{name}: layers must lie in 0..{len(outputs) - 1}, got layers={tuple(layers)}."
+            )
+    empty = outputs[0][..., :0]
+    return torch.cat([empty, *(outputs[index] for index in layers)], dim=-1)

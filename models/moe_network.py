@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import decoder
-from .decoder import Cache
-from .decoder_block import tables
+from .decoder_block import capture, tables
+from .decoder_steps import Cache, step_by
 from .experts import Exchange
 from .layers import embed, rms_norm
 from .module import call
@@ -77,7 +77,7 @@ def states(
         x, routing = call(block, layer, x, angles, config, exchange=exchange, **options)
         outputs.append(x)
         routings += [] if routing is None else [routing]
-    captured = decoder.capture("states", outputs, layers)
+    captured = capture("states", outputs, layers)
     return States(captured, rms_norm(x, params["norm"], config.norm_eps), routings)
 
 
@@ -117,4 +117,4 @@ def step(
     if router_bias is not None:
         for row, index in enumerate(config.routed_layers):
             blocks[index] = partial(blocks[index], bias=router_bias.select(0, row))
-    return decoder.step_by(blocks, params, tokens, cache, config, layers=layers)
+    return step_by(blocks, params, tokens, cache, config, layers=layers)
