@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import block_cases
 import dspine_cases
+import eagle_cases
 import mtp_cases
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hypothesis.strategies import SearchStrategy
 
 from numden import dist
 from numden.dist import run_local
-from numden.models import decoder, dflash, domino, dspark, dspine, moe, mtp
+from numden.models import decoder, dflash, domino, dspark, dspine, eagle3, moe, mtp, peagle
 from numden.property_tests import laws, over_ranks
 from numden.property_tests._window_laws import results
 from numden.property_tests.rows import join_rows, num_rows, take_rows
@@ -148,6 +149,9 @@ DOMINO = domino.Config(**PARALLEL, gru_size=3, correction_rank=2, prefix_size=1)
 SHIFTED = domino.Config(**PARALLEL, gru_size=3, correction_rank=2, shift_label=True)
 DSPINE = dspine_cases.make_config(num_layers=1, replacement_layers=1)
 MTP = mtp_cases.make_config(chain_context="prefix")
+EAGLE3 = eagle3.Config(**eagle_cases.SHAPE, num_steps=2)
+EAGLE3_LAMBDA = eagle3.Config(**eagle_cases.SHAPE, num_steps=2, loss="lk_lambda", average="token")
+PEAGLE = peagle.Config(**eagle_cases.SHAPE, mask_token_id=16, num_layers=1, num_depths=3)
 
 
 @st.composite
@@ -248,6 +252,22 @@ def drafts(model, config, **prepare):
     }
 
 
+def distilled(model, config, prepare=lambda batch, config: batch):
+    """What a loss of a drafter with a vocabulary of its own is defined on."""
+    make = partial(eagle_cases.make_batch, prepare, config)
+    return {
+        "loss_fn": partial(model.loss_terms, config=config, target=eagle_cases.TARGET),
+        "params": st.integers(0, 9).map(
+            lambda seed: model.init(config, random.key(seed), std=0.4, dtype=torch.float64)
+        ),
+        "batches": st.builds(make, **SIZES),
+        "mask": "loss_mask",
+        "columns": ("tokens", "loss_mask", "captured", "final"),
+        "objective": model.objective(config),
+        "num_examples": 2,
+    }
+
+
 TABLE = [
     Loss("cross_entropy", CE),
     Loss("cross_entropy by sample", token_loss(losses.cross_entropy, weighting="sample")),
@@ -295,6 +315,14 @@ TABLE = [
         **SPINES,
     ),
     Loss("mtp", partial(mtp.loss_terms, config=MTP, target=mtp_cases.TARGET), **CHAINS),
+    Loss("eagle3", plans=OWN_DENS, **distilled(eagle3, EAGLE3)),
+    Loss(
+        "eagle3 by lk_lambda",
+        plans=("columns", "replay"),
+        degree=None,
+        **distilled(eagle3, EAGLE3_LAMBDA),
+    ),
+    Loss("peagle", **distilled(peagle, PEAGLE, peagle.prepare)),
 ]
 
 each_loss = pytest.mark.parametrize("loss", TABLE, ids=lambda loss: loss.name)
