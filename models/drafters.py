@@ -17,15 +17,21 @@ from . import (
     dflash_draft,
     domino,
     domino_draft,
+    drafter_configs,
     dspark,
     dspark_draft,
     dspine,
     dspine_draft,
+    eagle3,
+    eagle3_draft,
     mtp,
     mtp_draft,
+    peagle,
+    peagle_draft,
 )
 from .data import Batch
 from .decoding import Target, cached_decoder
+from .eagle3_draft import with_embeddings
 from .train_config import Drafter as Options
 from .transfer_space import transfer_space
 
@@ -55,10 +61,10 @@ class Drafter(NamedTuple):
         num_drafted: ``config -> D``, the most tokens of a draft.
         target: ``(target's params, config) -> params``, what it reads of the frozen target.
         layers: ``(config, target's shape) -> indices`` of the target's layers that it reads.
-        decoder: ``(target's params, its shape, capacity, layers) -> Target`` that captures what
-            ``draft`` reads of a token.
-        den: ``(batch, config) -> den``, where terms have dens of their own; None where they share
-            one, which needs no counting before a window.
+        decoder: ``(target's params, its shape, capacity, layers, params) -> Target`` that captures
+            what ``draft`` reads of a token.
+        den: ``(batch, config, target) -> den``, where terms have dens of their own; None where they
+            share one, which needs no counting before a window.
     """
 
     title: str
@@ -71,8 +77,8 @@ class Drafter(NamedTuple):
     num_drafted: Callable[[Any], int]
     target: Callable[[Params, Any], Params]
     layers: Callable[[Any, decoder.Config], Sequence[int]]
-    decoder: Callable[[Params, decoder.Config, int, Sequence[int]], Target]
-    den: Callable[[Batch, Any], Any] | None = None
+    decoder: Callable[[Params, decoder.Config, int, Sequence[int], Params], Target]
+    den: Callable[[Batch, Any, Params], Any] | None = None
 
 
 def captured_layers(depth: int, count: int) -> tuple[int, ...]:
@@ -92,74 +98,14 @@ def _of_target(config: Any, target: decoder.Config) -> tuple[int, ...]:
     return captured_layers(target.num_layers, config.num_target_layers)
 
 
-def _cached(params: Params, shape: decoder.Config, capacity: int, layers: Sequence[int]) -> Target:
-    return cached_decoder(params, shape, capacity=capacity, layers=layers)
-
-
-def _shape(options: Options, target: decoder.Config, mask_token_id: int) -> dict[str, Any]:
-    """What every block drafter has: the target's width, and its embedding and head."""
-    return {
-        "vocab_size": target.vocab_size,
-        "mask_token_id": mask_token_id,
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "num_layers": options.num_layers,
-        "num_heads": target.num_heads,
-        "num_kv_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "num_target_layers": options.num_target_layers,
-        "block_size": options.block_size,
-        "num_anchors": options.num_anchors,
-        "decay_gamma": options.decay_gamma,
-    }
-
-
-def _dspark(options: Options, target: decoder.Config, mask_token_id: int) -> dspark.Config:
-    shape = _shape(options, target, mask_token_id)
-    return dspark.Config(**shape, markov_rank=options.markov_rank)
-
-
-def _dflash(options: Options, target: decoder.Config, mask_token_id: int) -> dflash.Config:
-    # Its first slot holds the last known token, and drafts none.
-    return dflash.Config(**_one_slot_more(_shape(options, target, mask_token_id)))
-
-
-def _domino(options: Options, target: decoder.Config, mask_token_id: int) -> domino.Config:
-    return domino.Config(
-        **_one_slot_more(_shape(options, target, mask_token_id)),
-        gru_size=target.hidden_size,
-        correction_rank=options.markov_rank or 1,
-    )
-
-
-def _dspine(options: Options, target: decoder.Config, mask_token_id: int) -> dspine.Config:
-    return dspine.Config(
-        **_one_slot_more(_shape(options, target, mask_token_id)),
-        transfer_rank=min(target.hidden_size, target.vocab_size - 1) // 2,
-        message_size=target.hidden_size,
-        alignment_warmup_steps=options.num_windows // 10,
-    )
-
-
-def _one_slot_more(shape: dict[str, Any]) -> dict[str, Any]:
-    return {**shape, "block_size": shape["block_size"] + 1}
+def _cached(
+    target: Params, shape: decoder.Config, capacity: int, layers: Sequence[int], params: Params
+) -> Target:
+    return cached_decoder(target, shape, capacity=capacity, layers=layers)
 
 
 def _anchors(batch: Batch, config: Any, progress: Progress) -> Batch:
     return block_drafter.prepare(batch, config)
-
-
-def _mtp(options: Options, target: decoder.Config, mask_token_id: int) -> mtp.Config:
-    return mtp.Config(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        num_steps=options.block_size,
-        chain_context="prefix",
-    )
 
 
 def _embedding_and_head(target: Params, config: Any = None) -> Params:
@@ -185,7 +131,7 @@ def _prepare_dspine(batch: Batch, config: dspine.Config, progress: Progress) -> 
 DRAFTERS = {
     "dspark": Drafter(
         title="DSpark",
-        config=_dspark,
+        config=drafter_configs.dspark_config,
         init=lambda config, key, target: dspark.init(config, key),
         prepare=_anchors,
         loss_terms=dspark.loss_terms,
@@ -198,7 +144,7 @@ DRAFTERS = {
     ),
     "dflash": Drafter(
         title="DFlash",
-        config=_dflash,
+        config=drafter_configs.dflash_config,
         init=lambda config, key, target: dflash.init(config, key),
         prepare=_anchors,
         loss_terms=dflash.loss_terms,
@@ -211,7 +157,7 @@ DRAFTERS = {
     ),
     "domino": Drafter(
         title="Domino",
-        config=_domino,
+        config=drafter_configs.domino_config,
         init=lambda config, key, target: domino.init(config, key),
         prepare=_prepare_domino,
         loss_terms=domino.loss_terms,
@@ -224,7 +170,7 @@ DRAFTERS = {
     ),
     "dspine": Drafter(
         title="DSpine",
-        config=_dspine,
+        config=drafter_configs.dspine_config,
         init=lambda config, key, target: dspine.init(config, key, target["basis"]),
         prepare=_prepare_dspine,
         loss_terms=dspine.loss_terms,
@@ -239,7 +185,7 @@ DRAFTERS = {
     ),
     "mtp": Drafter(
         title="MTP",
-        config=_mtp,
+        config=drafter_configs.mtp_config,
         init=lambda config, key, target: mtp.init(config, key),
         prepare=lambda batch, config, progress: mtp.prepare(batch, config),
         loss_terms=mtp.loss_terms,
@@ -248,10 +194,41 @@ DRAFTERS = {
         num_drafted=lambda config: config.num_steps,
         target=_embedding_and_head,
         layers=lambda config, target: (),
-        decoder=lambda params, shape, capacity, layers: mtp_draft.cached_target(
-            params, shape, capacity=capacity
+        decoder=lambda target, shape, capacity, layers, params: mtp_draft.cached_target(
+            target, shape, capacity=capacity
         ),
-        den=mtp.den,
+        den=lambda batch, config, target: mtp.den(batch, config),
+    ),
+    "eagle3": Drafter(
+        title="EAGLE-3",
+        config=drafter_configs.eagle3_config,
+        init=lambda config, key, target: eagle3.init(config, key),
+        prepare=lambda batch, config, progress: batch,
+        loss_terms=eagle3.loss_terms,
+        objective=lambda config, progress: eagle3.objective(config),
+        draft=lambda *args: eagle3_draft.draft(*args).tokens,
+        num_drafted=lambda config: config.num_steps,
+        target=_embedding_and_head,
+        layers=_of_target,
+        decoder=lambda target, shape, capacity, layers, params: with_embeddings(
+            cached_decoder(target, shape, capacity=capacity, layers=layers), target["embed"]
+        ),
+        den=eagle3.den,
+    ),
+    "peagle": Drafter(
+        title="P-EAGLE",
+        config=drafter_configs.peagle_config,
+        init=lambda config, key, target: peagle.init(config, key),
+        prepare=lambda batch, config, progress: peagle.prepare(batch, config),
+        loss_terms=peagle.loss_terms,
+        objective=lambda config, progress: peagle.objective(config),
+        draft=lambda *args: peagle_draft.draft(*args).tokens,
+        num_drafted=lambda config: config.num_depths,
+        target=_embedding_and_head,
+        layers=_of_target,
+        decoder=lambda target, shape, capacity, layers, params: with_embeddings(
+            cached_decoder(target, shape, capacity=capacity, layers=layers), params["embed"]
+        ),
     ),
 }
 """By the name that ``drafter.model`` of the configuration gives."""

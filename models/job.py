@@ -18,7 +18,7 @@ from ..pure import LossFn, Objective, optim, tree
 from .data import Batch, windows
 from .decoder import Config, hidden_states, init
 from .decoder import loss_terms as decoder_loss
-from .decoding import Decoded, greedy, speculative_greedy
+from .decoding import Decoded, cached_decoder, greedy, speculative_greedy
 from .drafters import DRAFTERS, Drafter, Progress
 from .features import load_features, save_features
 from .job_rows import DRAFTER, ORDER, TARGET, Corpus, drafter_rows, stream_key
@@ -135,10 +135,10 @@ def drafter_loss(config: TrainConfig, shape: Any, target: Any) -> LossFn:
     return partial(call, partial(kind.loss_terms, config=shape, target=frozen))
 
 
-def drafter_den(config: TrainConfig, shape: Any) -> Callable[[Batch], Any] | None:
+def drafter_den(config: TrainConfig, shape: Any, target: Any) -> Callable[[Batch], Any] | None:
     """What counts the dens of a batch before a window; None where that is not needed."""
-    den = drafter_kind(config).den
-    return None if den is None else lambda batch: den(batch, shape)
+    den, frozen = drafter_kind(config).den, drafter_kind(config).target(target, shape)
+    return None if den is None else lambda batch: den(batch, shape, frozen)
 
 
 def drafter_objective(config: TrainConfig, shape: Any, step: int) -> Objective:
@@ -256,17 +256,18 @@ def decode(
     target, drafters = tree.map(Tensor.double, (target, drafters))
     longest = max(len(prompt) for prompt in prompts)
     capacity = longest + new_tokens + kind.num_drafted(drafter) + 1
-    model = kind.decoder(target, shape, capacity, kind.layers(drafter, shape))
-    frozen = kind.target(target, drafter)
+    layers, frozen = kind.layers(drafter, shape), kind.target(target, drafter)
+    plain = cached_decoder(target, shape, capacity=capacity)
 
     def drafted(params: Any, captured: Tensor, token: Tensor) -> Tensor:
         return kind.draft(params, captured, token, drafter, frozen)
 
-    by_drafter = {
-        name: [
-            speculative_greedy(model, partial(drafted, params), prompt, new_tokens)
-            for prompt in prompts
-        ]
-        for name, params in drafters.items()
-    }
-    return Decodings(by_drafter, [greedy(model, prompt, new_tokens) for prompt in prompts])
+    def speculated(params: Any) -> list[Decoded]:
+        model, drafter = (
+            kind.decoder(target, shape, capacity, layers, params),
+            partial(drafted, params),
+        )
+        return [speculative_greedy(model, drafter, prompt, new_tokens) for prompt in prompts]
+
+    by_drafter = {name: speculated(params) for name, params in drafters.items()}
+    return Decodings(by_drafter, [greedy(plain, prompt, new_tokens) for prompt in prompts])

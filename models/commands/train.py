@@ -213,7 +213,8 @@ def _drafter_stage(
 def _grad_at(window_grad: Callable[..., Any], setup: Setup, target: Any) -> Callable[[int], Any]:
     """The gradient of the drafter's window of a number."""
     config, drafter = setup.config, setup.drafter
-    loss_fn, den_fn = job.drafter_loss(config, drafter, target), job.drafter_den(config, drafter)
+    loss_fn = job.drafter_loss(config, drafter, target)
+    den_fn = job.drafter_den(config, drafter, target)
 
     def grad_at(step: int) -> Any:
         objective = job.drafter_objective(config, drafter, step)

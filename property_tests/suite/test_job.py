@@ -377,6 +377,7 @@ def test_speculative_tokens_are_the_targets_own(corpus, shapes, target, monkeypa
         dtypes.append(params["embed"].dtype)
         return cached_decoder(params, *args, **kwargs)
 
+    monkeypatch.setattr(job, "cached_decoder", watched)
     monkeypatch.setattr(drafters_module, "cached_decoder", watched)
     loud = tree.map(
         lambda w: 20 * w if w.dim() == 2 else w, job.drafter_init(CONFIG, drafter, target)
@@ -397,6 +398,6 @@ def test_speculative_tokens_are_the_targets_own(corpus, shapes, target, monkeypa
         for plain, speculative in zip(decoded.plain, decoded.by_drafter[name], strict=True):
             assert torch.equal(speculative.tokens, plain)
             assert set(speculative.accepted) <= set(range(CONFIG.drafter.block_size + 1))
-    assert dtypes == [torch.float64]  # where the two best logits are never as close as rounding
+    assert set(dtypes) == {torch.float64}  # where the two best logits are never as close as rounding
     loud, untrained = decoded.by_drafter["loud"], decoded.by_drafter["untrained"]
     assert [d.accepted for d in loud] != [d.accepted for d in untrained]
