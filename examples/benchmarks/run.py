@@ -71,11 +71,21 @@ def simulate(
     measure(rounds, seconds, model, network, out, console)
 
 
+@app.command()
+def fsdp(rounds: int = 9, out: Out = Path("runs/benchmarks")) -> None:
+    """FSDP2 by window_grad against a hand-written loop on two ranks: time and peak memory."""
+    from against_fsdp import measure
+
+    measure(rounds, out, console)
+
+
 @app.command(name="all")
 def everything(threads: Threads = 2, out: Out = Path("runs/benchmarks")) -> None:
     """All of them, with their default rounds."""
     for benchmark in (window, scaling, trainer, precision):
         benchmark(threads=threads, out=out)
+    for benchmark in (ranks, fsdp, simulate):
+        benchmark(out=out)
 
 
 if __name__ == "__main__":

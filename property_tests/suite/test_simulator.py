@@ -160,6 +160,19 @@ def count(layout, sharers):
     return {scheme: normalising.calls(step) for scheme, step in steps.items()}
 
 
+def test_all_meet_at_each_collective_but_at_those_of_a_group():
+    """Four ranks, five micro-steps, a gradient or three units of it."""
+    compute, model = torch.ones(4, 5, 2), Model(1.0, 3)
+    found = {
+        sharers: [window_cost(compute, scheme, sharers, model, FREE) for scheme in SCHEMES]
+        for sharers in (1, 2, 4)
+    }
+    for sharers in (1, 4):
+        assert all(cost.meetings == cost.collectives for cost in found[sharers])
+    assert [cost.meetings for cost in found[1]] == [5 + 1, 1 + 1]
+    assert [cost.meetings for cost in found[2]] == [5 + 1, 2 + 1]
+
+
 @pytest.mark.parametrize(("num_ranks", "sharers"), [(2, 1), (4, 1), (2, 2), (4, 2)], ids=str)
 def test_counts_are_those_of_real_ranks(num_ranks, sharers):
     by_rank = run_local(count, num_ranks, "replicated" if sharers == 1 else "FSDP2", sharers)
