@@ -97,7 +97,6 @@ def labels(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     tokens, supervised = [], []
     for step in range(config.num_steps):
         tokens.append(_ahead(batch["tokens"], step + 2))
-        # Samples count from 1, so that what is beyond the row is in none.
         same = _ahead(samples, step + 2) == samples
         supervised.append(_ahead(mask, step + 2) & same)
     return torch.stack(tokens, -1), torch.stack(supervised, -1)
@@ -109,12 +108,12 @@ def _ahead(values: Tensor, distance: int) -> Tensor:
 
 
 def _samples(batch: Batch) -> Tensor:
-    """The number of each token's sample in its row, from 1: neighbours with one id are a sample."""
+    """The number of each token's sample in its row: neighbours with one id are a sample."""
     ids = batch.get("sample_ids")
     if ids is None:
-        return torch.ones_like(batch["tokens"])
+        return torch.zeros_like(batch["tokens"])
     changes = (ids[:, 1:] != ids[:, :-1]).long()
-    return 1 + functional.pad(changes, (min(1, ids.shape[1]), 0)).cumsum(1)
+    return functional.pad(changes, (min(1, ids.shape[1]), 0)).cumsum(1)
 
 
 def apply(params: Params, batch: Batch, config: Config, target: Params) -> Tensor:

@@ -386,6 +386,26 @@ def test_equivalent_module_pure():
     assert all(parameter.grad is not None for parameter in parameters.values())
 
 
+@pytest.mark.slow
+def test_equivalent_compiled_eager():
+    config = make_config(num_layers=2)
+    batch = make_batch(config)
+
+    def loss(params):
+        terms, _ = dspine.loss_terms(params, batch, config, TARGET)
+        return torch.stack(list(terms.num.values())).sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    close(*(with_grads(fn, make_params(config)) for fn in (loss, compiled)))
+
+
+def with_grads(fn, params):
+    leaves = tree.map(lambda leaf: leaf.requires_grad_(), params)
+    value = fn(leaves)
+    value.backward()
+    return value.detach(), tree.map(lambda leaf: leaf.grad, leaves)
+
+
 def test_training_lowers_the_loss():
     config = make_config(num_layers=2)
     batch = make_batch(config, replacement=0.5)

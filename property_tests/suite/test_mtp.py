@@ -377,6 +377,26 @@ def test_equivalent_module_pure():
     assert_close([parameters[name].grad for name in names], tree.leaves(expected["grads"]))
 
 
+@pytest.mark.slow
+def test_equivalent_compiled_eager():
+    config = make_config(chain_context="prefix")
+    batch = mtp.prepare(make_batch(num_samples=2), config)
+
+    def loss(params):
+        terms, _ = mtp.loss_terms(params, batch, config, TARGET)
+        return torch.stack(list(terms.num.values())).sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert_close(*(with_grads(fn, make_params(config)) for fn in (loss, compiled)))
+
+
+def with_grads(fn, params):
+    leaves = tree.map(lambda leaf: leaf.requires_grad_(), params)
+    value = fn(leaves)
+    value.backward()
+    return value.detach(), tree.map(lambda leaf: leaf.grad, leaves)
+
+
 def test_target_is_frozen():
     config = make_config()
     target = {name: leaf.clone().requires_grad_() for name, leaf in TARGET.items()}
