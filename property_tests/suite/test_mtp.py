@@ -431,12 +431,13 @@ def test_training_lowers_the_loss():
 def test_equivalent_draft_training_pass(context, seed, length):
     """The whole chain run anew for each token, on a row that what is drafted is appended to."""
     config = make_config(chain_context=context)
-    params, rows = make_params(config), make_batch(num_rows=2, size=length + 1, seed=seed)
+    rows = make_batch(num_rows=20, size=length + 1, seed=seed)
+    params = tree.map(lambda leaf: 3 * leaf, make_params(config))  # attention that is decided
     tokens, final = rows["tokens"], rows["final"]
     captured = torch.cat([final, TARGET["embed"][tokens]], -1)[:, :-1]
     drafted = mtp_draft.draft(params, captured, tokens[:, -1], config, TARGET).tokens
     for step in range(config.num_steps):
-        unknown = normal(seed, 2, tokens.shape[1] - length, WIDTH)
+        unknown = normal(seed, 20, tokens.shape[1] - length, WIDTH)
         batch = {"tokens": tokens, "final": torch.cat([final[:, :length], unknown], 1)}
         hidden = mtp.apply(params, batch, config, TARGET)[:, length - 1, step]
         token = (hidden @ TARGET["head"].T).argmax(-1)
