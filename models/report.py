@@ -150,11 +150,13 @@ def _plot_losses(axes: Any, report: Report) -> None:
 def _plot_terms(axes: Any, records: list[Any]) -> None:
     known = list(records[0].metrics) if records else []
     names = [name for name in known if name.endswith("_loss")] or known[:1]
-    for name in names:
-        values = [record.metrics[name] for record in records]
+    curves = {name: [record.metrics[name] for record in records] for name in names}
+    for name, values in curves.items():
         axes.plot([record.step for record in records], values, label=name.removesuffix("_loss"))
-    axes.set(title="Drafter: metrics, each over its den", xlabel="window", yscale="log")
-    if names:
+    axes.set(title="Drafter: metrics, each over its den", xlabel="window")
+    if curves and all(value > 0 for values in curves.values() for value in values):
+        axes.set_yscale("log")
+    if curves:
         axes.legend()
 
 

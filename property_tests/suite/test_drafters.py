@@ -1,7 +1,9 @@
 """Each drafter of ``numden train``: it trains, its gradient is exact however a window is cut."""
 
 import json
+import runpy
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,3 +73,19 @@ def test_the_command_trains_it_on_two_ranks(name, tmp_path):
     figures = json.loads((tmp_path / "report.json").read_text())
     assert figures["receipt"]["2 ranks x ragged"]["gradient"] < 1e-12
     assert figures["equal_to_target"]["2 ranks"] == figures["decoded_tokens"]
+
+
+@pytest.mark.slow
+def test_all_side_by_side(tmp_path, monkeypatch, capsys):
+    sizes = {"target.num_windows": 3, "target.hidden_size": 16, "drafter.num_windows": 2}
+    sizes |= {"data.max_bytes": 30_000, "run.prompts": 1, "run.new_tokens": 8}
+    options = [option for key, value in sizes.items() for option in ("--set", f"{key}={value}")]
+    script = str(Path(__file__).parents[2] / "examples/drafters/compare.py")
+    monkeypatch.setattr("sys.argv", [script, "--out", str(tmp_path), *options])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(script, run_name="__main__")
+    rows = json.loads((tmp_path / "drafters.json").read_text())
+    assert [row["drafter"] for row in rows] == [drafter.title for drafter in DRAFTERS.values()]
+    assert all(row["equal"] and row["trained"] >= 1 for row in rows)
+    assert (tmp_path / "drafters.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "Tokens for each target step" in capsys.readouterr().out
