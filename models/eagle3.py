@@ -134,10 +134,11 @@ def _layer(
     past: list[tuple[Tensor, Tensor]],
     config: Config,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    q, *pair = heads(layer["attn"], join(layer, embedded, hidden, config), angles, config)
-    text, *steps = [*past, (pair[0], pair[1])]
+    q, k, v = heads(layer["attn"], join(layer, embedded, hidden, config), angles, config)
+    pair = k, v.clone()  # FSDP2 warns of views that leave a block
+    text, *steps = [*past, pair]
     attended = unrolled_attention(q, text, steps, chunk_size=config.chunk_queries)
-    return add_attention(layer, hidden, attended, config), (pair[0], pair[1])
+    return add_attention(layer, hidden, attended, config), pair
 
 
 def logits(params: Params, states: Tensor) -> Tensor:
@@ -202,8 +203,8 @@ def _dens(learned: Tensor, config: Config) -> Tensor | dict[str, Tensor]:
 
 def _named(vectors: Values) -> Values:
     """Scalars ``name_step`` of vectors ``[K]``."""
-    items = vectors.items()
-    return {f"{name}_{k}": x for name, vector in items for k, x in enumerate(vector.unbind())}
+    # Sums are added to in place: no views of one vector, of which FSDP2 warns too.
+    return {f"{name}_{k}": x.clone() for name, each in vectors.items() for k, x in enumerate(each)}
 
 
 def loss_terms(

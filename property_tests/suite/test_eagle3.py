@@ -32,7 +32,7 @@ from numden.models.module import as_module, call
 from numden.models.unrolled_attention import unrolled_attention
 from numden.property_tests.counters import count_collectives, count_host_syncs
 from numden.property_tests.rows import join_rows, take_rows
-from numden.pure import divide, random, tree, window_grad
+from numden.pure import LossTerms, divide, random, tree, window_grad
 
 few_examples = settings(max_examples=4)
 LOSSES = {
@@ -142,6 +142,20 @@ def test_known_losses(monkeypatch, options, expected):
     if options["average"] == "position":
         terms = with_positions(terms)
     assert eagle3.objective(config)(terms).item() == near(expected)
+
+
+def test_lk_lambda_takes_its_weight_for_a_constant():
+    config = make_config(loss="lk_lambda", num_steps=2, kl_scale=0.5, kl_decay=2.0)
+    names = ("kl_0", "kl_1", "rejection_0", "rejection_1")
+    nums = {
+        k: torch.tensor(x, requires_grad=True)
+        for k, x in zip(names, (6.0, 4.0, 1.0, 0.5), strict=True)
+    }
+    terms = LossTerms(nums, {name: torch.tensor(2.0) for name in names})
+    grads = torch.autograd.grad(eagle3.objective(config)(terms), [nums[name] for name in names])
+    first, second = 0.5 * math.exp(-2 * (1 - 0.5)), 0.5 * math.exp(-2 * (1 - 0.25))
+    expected = [first / 2, 0.8 * second / 2, (1 - first) / 2, 0.8 * (1 - second) / 2]
+    assert [grad.item() for grad in grads] == pytest.approx(expected)
 
 
 def test_known_acceptance():
