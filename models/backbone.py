@@ -31,7 +31,16 @@ from .layers import (
 )
 from .module import call
 
-__all__ = ["Config", "apply", "init", "require", "require_size"]
+__all__ = [
+    "Config",
+    "apply",
+    "run_layer",
+    "init",
+    "read_context",
+    "require",
+    "require_size",
+    "slot_tables",
+]
 
 Params = Any
 Tables = tuple[Tensor, Tensor]
@@ -218,8 +227,8 @@ def apply(
         DFlash, as trained in SpecForge (sgl-project/SpecForge).
     """
     size = captured.shape[1], slots.shape[2]
-    context = _context(params["context"], captured, config)
-    tables = _rope(anchors, *size, config, slots.dtype)
+    context = read_context(params["context"], captured, config)
+    tables = slot_tables(anchors, *size, config, slots.dtype)
     windows = [
         config.sliding_window if i in config.sliding_layers else None
         for i in range(config.num_layers)
@@ -231,26 +240,28 @@ def apply(
     }
     hidden = slots.flatten(1, 2)
     for layer, window in zip(params["layers"], windows, strict=True):
-        hidden = call(_layer, layer, hidden, context, tables, attend[window], config)
+        hidden = call(run_layer, layer, hidden, context, tables, attend[window], config)
     return rms_norm(hidden, params["norm"], config.norm_eps).unflatten(1, slots.shape[1:3])
 
 
-def _context(params: Params, captured: Tensor, config: Config) -> Tensor:
+def read_context(params: Params, captured: Tensor, config: Config) -> Tensor:
+    """What each layer attends to of the target: ``[B, S, K * H]`` captured, as ``[B, S, H]``."""
     return rms_norm(linear(captured, params["weight"]), params["norm"], config.norm_eps)
 
 
-def _rope(
+def slot_tables(
     anchors: Tensor, context_size: int, block_size: int, config: Config, dtype: torch.dtype
 ) -> Tables:
-    """Tables for the keys, context then slots; the last N * Q rows are those of the queries."""
+    """RoPE tables of the keys, context then slots; the last N * Q rows are those of the queries."""
     context = torch.arange(context_size, device=anchors.device).expand(anchors.shape[0], -1)
     positions = torch.cat([context, block_positions(anchors, block_size).flatten(1)], 1)
     return rope_tables(positions, config.head_dim, config.rope_theta, dtype)
 
 
-def _layer(
+def run_layer(
     params: Params, hidden: Tensor, context: Tensor, tables: Tables, attend: Attend, config: Config
 ) -> Tensor:
+    """One layer on the hidden states ``[B, N * Q, H]`` of all slots."""
     normed = rms_norm(hidden, params["attn_norm"], config.norm_eps)
     hidden = hidden + _attention(params["attn"], normed, context, tables, attend, config)
     mlp = params["mlp"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..pure import random
 from . import backbone, injection
 from .anchors import block_tokens, take_slots
-from .backbone import _context, _layer, _rope
+from .backbone import read_context, run_layer, slot_tables
 from .block_attention import Attend, block_attention, choose_kernel
 from .dspine_config import Config
 from .layers import embed, rms_norm
@@ -104,14 +104,14 @@ def apply(params: Params, batch: Batch, config: Config, target: Params) -> State
     hidden = embed(ids, target["embed"].detach()).flatten(1, 2)
     previous = take_slots(tokens, anchors, config.num_drafted)
     previous = injection.token_features(target["codes"], previous, hidden.dtype)
-    context = _context(params["context"], batch["captured"], config)
-    tables = _rope(anchors, context.shape[1], size, config, hidden.dtype)
+    context = read_context(params["context"], batch["captured"], config)
+    tables = slot_tables(anchors, context.shape[1], size, config, hidden.dtype)
     features, before = [], hidden
     sees = _attention(hidden, batch, config)
     for i, (layer, attend) in enumerate(zip(params["layers"], sees, strict=True)):
         replaced = batch.get("replaced") if i < config.replacement_layers else None
         own = shared["layers"][i]
-        before = call(_layer, layer, hidden, context, tables, attend, config)
+        before = call(run_layer, layer, hidden, context, tables, attend, config)
         before = before.unflatten(1, ids.shape[1:])
         told = injection.inject(shared, own, before, previous, replaced)
         features.append(injection.read(own, told[..., 1:, :]))

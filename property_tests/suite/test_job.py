@@ -398,6 +398,7 @@ def test_speculative_tokens_are_the_targets_own(corpus, shapes, target, monkeypa
         for plain, speculative in zip(decoded.plain, decoded.by_drafter[name], strict=True):
             assert torch.equal(speculative.tokens, plain)
             assert set(speculative.accepted) <= set(range(CONFIG.drafter.block_size + 1))
-    assert set(dtypes) == {torch.float64}  # where the two best logits are never as close as rounding
+    # Where the two best logits are never as close as rounding.
+    assert set(dtypes) == {torch.float64}
     loud, untrained = decoded.by_drafter["loud"], decoded.by_drafter["untrained"]
     assert [d.accepted for d in loud] != [d.accepted for d in untrained]
