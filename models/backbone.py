@@ -34,11 +34,11 @@ from .module import call
 __all__ = [
     "Config",
     "apply",
-    "run_layer",
     "init",
     "read_context",
     "require",
     "require_size",
+    "run_layer",
     "slot_tables",
 ]
 
