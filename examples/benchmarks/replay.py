@@ -4,15 +4,14 @@ More ranks than cores cannot compute at once, but they can sleep at once. All el
 autograd passes, the collectives, FSDP2.
 """
 
-import math
+import itertools
 import time
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as c10d
 from normalising import Step, per_micro_step, per_window
-from simulator import DEN_BYTES, SCHEMES, SHARERS, Network, Scheme, all_reduce
+from simulator import SCHEMES, SHARERS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,10 +31,15 @@ Batch = tuple[float, float]
 
 
 class Found(NamedTuple):
-    """Seconds of each round, by layout and scheme, and the network that the rank saw."""
+    """Seconds of each round that one rank found, by layout and scheme.
+
+    Attributes:
+        seconds: of the window.
+        empty: of a window whose passes take no time: collectives and bookkeeping.
+    """
 
     seconds: dict[str, dict[str, list[float]]]
-    network: Network
+    empty: dict[str, dict[str, list[float]]]
 
 
 class _Sleep(torch.autograd.Function):
@@ -89,7 +93,7 @@ class Units(nn.Module):
         return x
 
 
-def steps(layout: str, window: list[Batch], *, sharers: int | None = None) -> dict[Scheme, Step]:
+def steps(layout: str, window: list[Batch], *, sharers: int | None = None) -> dict[str, Step]:
     """A window by each scheme; ``sharers`` in place of the layout's own."""
     num_ranks = c10d.get_world_size()
     sharers = sharers or SHARERS[layout] or num_ranks
@@ -106,16 +110,17 @@ def steps(layout: str, window: list[Batch], *, sharers: int | None = None) -> di
 
 def on_rank(compute: Tensor, rounds: int) -> Found:
     """All layouts and schemes in turn, after a round that does not count."""
-    window = [(forward, backward) for forward, backward in compute[c10d.get_rank()].tolist()]
-    made = {layout: steps(layout, window) for layout in LAYOUTS}
-    seconds: Any = {layout: {scheme: [] for scheme in SCHEMES} for layout in LAYOUTS}
+    mine = compute[c10d.get_rank()]
+    windows = [[(f, b) for f, b in times.tolist()] for times in (mine, mine * 0)]
+    made = [{layout: steps(layout, window) for layout in LAYOUTS} for window in windows]
+    found = Found(*({layout: {s: [] for s in SCHEMES} for layout in LAYOUTS} for _ in windows))
     for round_ in range(rounds + 1):
-        for layout, by_scheme in made.items():
-            for scheme, step in by_scheme.items():
-                found = _seconds(step)
+        for kind, by_layout in zip(made, found, strict=True):
+            for layout, scheme in itertools.product(LAYOUTS, SCHEMES):
+                seconds = _seconds(kind[layout][scheme])
                 if round_:
-                    seconds[layout][scheme].append(found)
-    return Found(seconds, _network())
+                    by_layout[layout][scheme].append(seconds)
+    return found
 
 
 def _seconds(run: Step) -> float:
@@ -123,17 +128,3 @@ def _seconds(run: Step) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-def _network() -> Network:
-    """Latency and bandwidth by which ``all_reduce`` takes as long as it does here."""
-    short, long = (_all_reduce_seconds(size) for size in (DEN_BYTES, NUM_BYTES))
-    num_ranks = c10d.get_world_size()
-    latency = short / (2 * math.ceil(math.log2(num_ranks)))
-    sent = all_reduce(NUM_BYTES, num_ranks, Network()).num_bytes
-    return Network(latency, sent / max(long - short, 1e-9), host_read=0.0)
-
-
-def _all_reduce_seconds(num_bytes: int) -> float:
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-    return median(_seconds(lambda: c10d.all_reduce(buffer)) for _ in range(20))

@@ -1,5 +1,6 @@
 """The simulator with measured times of passes: 1 to 4096 ranks, 1 to 64 micro-steps."""
 
+import math
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -21,7 +22,7 @@ from numden.pure import random
 RANKS = tuple(2**i for i in range(13))
 STEPS = tuple(2**i for i in range(7))
 DRAWS = 8
-REPLAYED_SECONDS = 0.03
+REPLAYED_SECONDS = 0.05
 """A micro-step of a replay: long against what it takes to wake up."""
 
 
@@ -56,10 +57,12 @@ def ratio(row: dict[str, Any], layout: str) -> float:
     return row[layout]["per window"].seconds / row[layout]["per micro-step"].seconds
 
 
-def predicted(compute: Tensor, layout: str, model: Model, network: Network) -> float:
-    """The same ratio of one window."""
+def predicted(compute: Tensor, layout: str, besides: dict[str, float]) -> float:
+    """The same ratio of one window, from how long ranks wait, and what takes time besides."""
+    free = Network(latency=0.0, bandwidth=math.inf, host_read=0.0)
     often, once = (
-        window_cost(compute, s, SHARERS[layout], model, network).seconds for s in SCHEMES
+        window_cost(compute, scheme, SHARERS[layout], Model(), free).seconds + besides[scheme]
+        for scheme in SCHEMES
     )
     return once / often
 
@@ -68,12 +71,12 @@ def validate_replayed(times: Tensor, num_ranks: int, rounds: int) -> list[dict[s
     """Measured and predicted on ranks that sleep as long as measured passes took."""
     scaled = times * REPLAYED_SECONDS / times.sum(1).mean()
     compute = resample(scaled, num_ranks, NUM_MICRO_STEPS, random.key(num_ranks))
-    found = run_local(replay.on_rank, num_ranks, compute, rounds, timeout=120)[0]
-    model = Model(replay.NUM_BYTES, replay.NUM_UNITS)
+    found = run_local(replay.on_rank, num_ranks, compute, rounds, timeout=300)[0]
+    empty = {k: {s: median(found.empty[k][s]) for s in SCHEMES} for k in replay.LAYOUTS}
     return [
         {
             "run": f"{num_ranks} ranks that sleep, {layout}",
-            "predicted": predicted(compute, layout, model, found.network),
+            "predicted": predicted(compute, layout, empty[layout]),
             **_measured(found.seconds[layout]),
             "tax": tax(compute),
         }
@@ -106,12 +109,12 @@ def measure(
 
 
 def _computing(seconds: dict[str, list[float]], by_rank: Tensor) -> dict[str, Any]:
-    """The DSpark window itself, whose collectives take next to nothing."""
-    free = Network(0.0, float("inf"), 0.0)
+    """The DSpark window itself, of which all but computing takes next to nothing."""
+    nothing: dict[str, float] = dict.fromkeys(SCHEMES, 0.0)
     rounds = by_rank.transpose(0, 1)
     return {
         "run": f"{NUM_RANKS} ranks that compute, replicated",
-        "predicted": median(predicted(each, "replicated", Model(), free) for each in rounds),
+        "predicted": median(predicted(each, "replicated", nothing) for each in rounds),
         **_measured(seconds),
         "tax": median(map(tax, rounds)),
     }
@@ -134,9 +137,11 @@ def _print(
         f"times the average"
     )
     shown = [row for row in rows if row["micro-steps"] == NUM_MICRO_STEPS]
-    table("Straggler tax: Σ of maxima over maximum of sums", _by_steps(rows), console)
     table(
-        f"{NUM_MICRO_STEPS} micro-steps: time per window over per micro-step",
+        "Straggler tax of I micro-steps: Σ of maxima over maximum of sums", _by_steps(rows), console
+    )
+    table(
+        f"{NUM_MICRO_STEPS} micro-steps: time, summed once over in each",
         [{"ranks": str(row["ranks"]), **{k: ratio(row, k) for k in SHARERS}} for row in shown],
         console,
     )
@@ -148,7 +153,7 @@ def _by_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_ranks: dict[int, dict[str, Any]] = {}
     for row in rows:
         mine = by_ranks.setdefault(row["ranks"], {"ranks": str(row["ranks"])})
-        mine[f"{row['micro-steps']} micro-steps"] = row["tax"]
+        mine[f"I = {row['micro-steps']}"] = row["tax"]
     return list(by_ranks.values())
 
 
@@ -175,7 +180,7 @@ def _plot(rows: list[dict[str, Any]], compared: list[dict[str, Any]], path: Path
     left, middle, right = figure.subplots(1, 3)
     for num_steps in STEPS:
         by_ranks = [row["tax"] for row in rows if row["micro-steps"] == num_steps]
-        left.plot(RANKS, by_ranks, ".-", label=f"{num_steps} micro-steps")
+        left.plot(RANKS, by_ranks, ".-", label=f"{num_steps}")
     left.set(title="Straggler tax", ylabel="Σ of maxima / maximum of sums")
     shown = [row for row in rows if row["micro-steps"] == NUM_MICRO_STEPS]
     for layout in SHARERS:
@@ -185,7 +190,7 @@ def _plot(rows: list[dict[str, Any]], compared: list[dict[str, Any]], path: Path
     for axes in (left, middle):
         axes.set_xscale("log", base=2)
         axes.set_xlabel("ranks")
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", title="micro-steps" if axes is left else None)
     for place, row in enumerate(compared):
         spread = [[row["measured"] - row["least"]], [row["most"] - row["measured"]]]
         right.errorbar([row["measured"]], [place], xerr=spread, fmt="o", color="C0", capsize=3)
