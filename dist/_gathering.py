@@ -1,6 +1,5 @@
 """Shards that are gathered in each micro-step, so that no rank holds a whole gradient."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ __all__ = ["gathering"]
 def gathering(loss_fn: LossFn, like: Any, *, owned_over: Sequence[str] = ()) -> LossFn:
     """``loss_fn ∘ all_gather``, of this rank's parts.
 
-    It has one collective for each mesh dimension and dtype, and so has its transpose, which gives
-    each rank the sum of the gradients at its own part. As often as ``loss_fn`` can be
+    It has one collective for each leaf and mesh dimension that cuts it, and so has its transpose,
+    which gives each rank the sum of the gradients at its own part. As often as ``loss_fn`` can be
     differentiated, so can this.
 
     Args:
@@ -33,7 +32,8 @@ def gathering(loss_fn: LossFn, like: Any, *, owned_over: Sequence[str] = ()) -> 
 
     def loss_of_parts(parts: Any, batch: Any) -> Any:
         leaves, structure = tree.flatten(parts)
-        return loss_fn(tree.unflatten(structure, _whole(leaves, cuts)), batch)
+        whole = [_whole(leaf, of_leaf) for leaf, of_leaf in zip(leaves, cuts, strict=True)]
+        return loss_fn(tree.unflatten(structure, whole), batch)
 
     return loss_of_parts
 
@@ -74,18 +74,11 @@ def _here(mesh: DeviceMesh) -> Sequence[int]:
     return coordinate
 
 
-def _whole(parts: list[Tensor], cuts: list[list[_Cut]]) -> list[Tensor]:
-    leaves = list(parts)
-    for depth in range(max(map(len, cuts), default=0)):
-        together: dict[tuple[c10d.ProcessGroup, int], list[int]] = defaultdict(list)
-        for index, of_leaf in enumerate(cuts):
-            if depth < len(of_leaf):
-                together[of_leaf[depth].group, of_leaf[depth].dim].append(index)
-        for (group, dim), members in together.items():
-            padded = [_pad(leaves[i], dim, cuts[i][depth].dealt) for i in members]
-            for i, leaf in zip(members, all_gather(padded, group, dim=dim), strict=True):
-                leaves[i] = leaf.narrow(dim, 0, cuts[i][depth].size)
-    return leaves
+def _whole(part: Tensor, cuts: list[_Cut]) -> Tensor:
+    # Leaf by leaf, as FSDP2 goes layer by layer: joined, all leaves would be in memory twice.
+    for group, dim, size, dealt in cuts:
+        part = all_gather(_pad(part, dim, dealt), group, dim=dim).narrow(dim, 0, size)
+    return part
 
 
 def _pad(part: Tensor, dim: int, size: int) -> Tensor:

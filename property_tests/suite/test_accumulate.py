@@ -13,7 +13,7 @@ from numden.pure import LossTerms, PlanError, accumulator, first_pass, tree
 MIDDLES = [("tree", "mean"), ("tree", "own dens"), ("module", "mean"), ("shard", "mean")]
 
 
-@pytest.mark.parametrize("saved_on", [1, 2])
+@pytest.mark.parametrize("saved_on", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("kind", "case"), MIDDLES)
 def test_equivalent_resumed_within_a_window(kind, case, saved_on, tmp_path):
     """After any micro-step, in new processes, on as many ranks and on another number."""

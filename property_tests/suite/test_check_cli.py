@@ -363,6 +363,7 @@ def test_help_lists_all_commands_and_imports_none():
     assert not {"torch", "numden.models.cli", "numden.property_tests.cli"} & loaded
 
 
+@pytest.mark.slow
 def test_check_needs_its_own_extra_alone(losses):
     options = ["--params", "losses.py:params", "--batch", "losses.py:batch", "--examples", 3]
     done, out, loaded = numden("check", "losses.py:mean", *options, without=OTHER_EXTRAS)
@@ -371,12 +372,14 @@ def test_check_needs_its_own_extra_alone(losses):
     assert not [name for name in loaded if name.startswith("numden.models")]
 
 
+@pytest.mark.slow
 def test_check_step_needs_its_own_extra_alone(steps):
     done, out, _ = numden("check-step", "steps.py:right", "--examples=3", without=OTHER_EXTRAS)
     assert done.returncode == 0, done.stderr
     assert "steps.py:right: all laws hold" in out
 
 
+@pytest.mark.slow
 def test_train_needs_no_hypothesis():
     done, out, loaded = numden("train", "--help", without=["hypothesis"])
     assert done.returncode == 0, done.stderr

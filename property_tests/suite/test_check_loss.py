@@ -529,7 +529,7 @@ def test_a_strategy_of_empty_batches():
     assert {v.status for v in report.verdicts} == {"skipped"}
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Qwen3"])
 def test_hugging_face_models(family):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(

@@ -83,6 +83,7 @@ def test_a_failure_is_shrunk_to_the_smallest_window():
     assert broken.violation.differences[0].term == "grads['w']"
 
 
+@pytest.mark.slow
 def test_the_code_of_an_example_repeats_it():
     def doubled(params, world):
         return {"w": 2 * right(params, world).grads["w"]}
@@ -293,6 +294,7 @@ def test_the_time_budget_ends_the_check():
     assert "The time was up after" in report.notes[0]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_report():
     def doubled(params, world):
         return {"w": 2 * right(params, world).grads["w"]}

@@ -17,7 +17,12 @@ from numden.dist import TrainState, latest, load, run_local, save
 from numden.dist import _checkpoint_folder as folders
 from numden.pure import accumulator
 
-KINDS = ("tree", "module", "ddp", "fsdp", "shard")
+KINDS = [
+    "tree",
+    "fsdp",
+    "shard",
+    *(pytest.param(k, marks=pytest.mark.slow) for k in ("module", "ddp")),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -389,6 +389,7 @@ def test_equivalent_module_pure(kind):
     assert_close(grads, expected_grads, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_equivalent_compiled_eager():
     config = make_config(num_layers=1, block_size=2)
     batch = make_batch(config)

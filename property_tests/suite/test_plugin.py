@@ -121,6 +121,7 @@ def test_the_command_line_overrides_what_tests_say(session, tmp_path):
     assert int(other.split()[-1]) < int(line.split()[-1])
 
 
+@pytest.mark.slow
 def test_without_the_plugin_the_laws_are_still_tests(tmp_path):
     session = Session(tmp_path, "-p", "no:numden", "-k", "additivity or test_check_step")
     session.fnmatch(
@@ -128,6 +129,7 @@ def test_without_the_plugin_the_laws_are_still_tests(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_by_its_name_it_is_loaded_without_autoload_and_without_torch(tmp_path):
     (tmp_path / "conftest.py").write_text(
         "import sys\n"

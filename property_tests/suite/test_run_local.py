@@ -205,6 +205,7 @@ def test_a_rank_starts_no_ranks():
         run_local(lambda: run_local(int, 1), 1)
 
 
+@pytest.mark.slow
 def test_spawned_ranks_get_pickles(monkeypatch):
     monkeypatch.setattr(_run_local, "_can_fork", lambda: False)
     assert run_local(c10d.get_rank, 2) == [0, 1]

@@ -79,7 +79,7 @@ OBJECTIVES_ON = ("ragged", *PLANS_ON, "a rank without a batch")
 
 
 @pytest.mark.parametrize("kind", [*FREE, *LOCKSTEP])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equivalent_uneven_windows_whole_batch(kind, num_ranks):
     """Each deal and objective, one window after the other on the same params."""
     whole_batch = {name: reference(case) for name, case in CASES.items()}

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,6 +121,7 @@ def frequencies(decode):
     return torch.bincount(texts @ torch.tensor([VOCAB, 1]), minlength=VOCAB**2).double()
 
 
+@pytest.mark.slow
 def test_speculative_sampling_has_the_distribution_of_sampling():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(VOCAB, VOCAB, dtype=torch.float64, generator=generator)
