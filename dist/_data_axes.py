@@ -1,6 +1,6 @@
 """The mesh dimensions that the tokens of a window are split over, and the ranks along each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._axis import process_group_of
 from ._ranks import data_group
 
-__all__ = ["DataAxes", "data_axes", "ranks_along"]
+__all__ = ["DataAxes", "data_axes", "dim_names", "ranks_along"]
 
 
 class DataAxes(NamedTuple):
@@ -58,19 +58,29 @@ class DataAxes(NamedTuple):
         return ranks_along(self.mesh, *map(self.names.index, names))
 
 
-def data_axes(mesh: DeviceMesh | None = None, group: c10d.ProcessGroup | None = None) -> DataAxes:
+def data_axes(
+    mesh: DeviceMesh | None = None, group: c10d.ProcessGroup | None = None
+) -> DataAxes | None:
     """The dimensions of ``mesh``, or the one of ``group``; of all ranks where neither is given.
 
+    Returns:
+        None where there are no other ranks.
+
     Raises:
-        ValueError: both are given, this rank is in neither, or there are no ranks.
+        ValueError: both are given, or this rank is not in the one that is.
     """
     ranks = data_group(mesh, group)
     if ranks is None:
-        ranks = process_group_of("window", None)
+        return None
     names = None if mesh is None else mesh.mesh_dim_names
     if names is None or len(names) == 1:
         return DataAxes(ranks, None, names or ("ranks",))
     return DataAxes(ranks, mesh, names)
+
+
+def dim_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Names of mesh dimensions, of which a single one may be given as text."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def ranks_along(mesh: DeviceMesh, *dims: int) -> frozenset[int]:

@@ -100,8 +100,8 @@ def _or_abort(collectives: WindowCollectives) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if collectives.over:
-            raise  # found at the end, from what all ranks know
+        if collectives.known_to_all(error):
+            raise
         abort_with(error, collectives.group)
 
 

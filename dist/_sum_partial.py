@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..pure import tree
 from ._data_axes import DataAxes
 from .layout import By, Rule
 from .reduction import ReduceGrads
+from .sharding import local_part
 
 __all__ = ["sum_partial"]
 
@@ -36,7 +36,7 @@ def sum_partial(
         parts: dict[_Kind, list[Tensor]] = defaultdict(list)
         for leaf, rule in zip(tree.leaves(grads), rules, strict=True):
             if over := rule.over(By.WINDOW):
-                parts[over, leaf.dtype].append(_own_part(leaf))
+                parts[over, leaf.dtype].append(local_part(leaf))
         rider = _with_flag(parts, axes.names, flag)
         for (over, _), tensors in parts.items():
             group = axes.group_over(over)
@@ -54,7 +54,3 @@ def _with_flag(parts: dict[_Kind, list[Tensor]], names: tuple[str, ...], flag: T
     rider = flag.to(parts[kind][0]) if parts[kind] else flag.clone()
     parts[kind].append(rider)
     return rider
-
-
-def _own_part(leaf: Tensor) -> Tensor:
-    return leaf.to_local() if isinstance(leaf, DTensor) else leaf

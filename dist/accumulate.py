@@ -23,7 +23,6 @@ from ..pure._finish import finish as finish_on_rank
 from ..pure._status import OnEmpty
 from ..pure.plans import require_known
 from ._data_axes import DataAxes, data_axes
-from ._ranks import data_group
 from ._sum_partial import sum_partial
 from ._whole_window import empty_window
 from .layout import reduction_rules
@@ -110,9 +109,8 @@ def accumulator(
     )
 
     def finish(carry: Carry, params: Any) -> WindowGrad:
-        if data_group(mesh, group) is None:
-            return on_rank.finish(carry)
-        return _finish(spec, carry, params, data_axes(mesh, group))
+        axes = data_axes(mesh, group)
+        return on_rank.finish(carry) if axes is None else _finish(spec, carry, params, axes)
 
     return Accumulator(
         lambda params: on_rank.init(_gathered(params)),

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..pure import tree
-from ._data_axes import DataAxes, data_axes, ranks_along
+from ._axis import process_group_of
+from ._data_axes import DataAxes, data_axes, dim_names, ranks_along
 
 __all__ = ["By", "ReductionTable", "Rule", "explain_reduction", "reduction_rules"]
 
@@ -106,11 +107,15 @@ def explain_reduction(
         ['layers'][*]   2       window_grad, all-reduce
         ['norm']        1       window_grad, all-reduce
     """
-    rules = reduction_rules(params, data_axes(mesh, group), owned_over)
+    if mesh is None and group is None:
+        group = process_group_of("explain_reduction", None)
+    axes = data_axes(mesh, group)
+    assert axes is not None
+    rules = reduction_rules(params, axes, owned_over)
     if isinstance(params, nn.Module):
         module = params.module if isinstance(params, DistributedDataParallel) else params
         frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-        nobody = dict.fromkeys(data_axes(mesh, group).names, By.FROZEN)
+        nobody = dict.fromkeys(axes.names, By.FROZEN)
         rules += [Rule(name, nobody) for name in frozen]
     return ReductionTable(tuple(rules))
 
@@ -119,7 +124,7 @@ def reduction_rules(
     params: Any, axes: DataAxes, owned_over: str | Sequence[str] = ()
 ) -> list[Rule]:
     """The rules of all parameters with a gradient, in the order of the leaves of gradients."""
-    owned = (owned_over,) if isinstance(owned_over, str) else tuple(owned_over)
+    owned = dim_names(owned_over)
     if isinstance(params, DistributedDataParallel):
         params = params.module
     if isinstance(params, nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..pure import optim
+from .sharding import local_part
 
 __all__ = ["sum_of_squares"]
 
@@ -33,7 +34,7 @@ def sum_of_squares(leaves: list[Tensor]) -> Tensor:
     """
     by_groups: dict[tuple[c10d.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for leaf in leaves:
-        by_groups[_cut_over(leaf)].append(leaf.to_local() if isinstance(leaf, DTensor) else leaf)
+        by_groups[_cut_over(leaf)].append(local_part(leaf))
     total = torch.zeros((), dtype=torch.float64)
     for groups, shards in by_groups.items():
         part = optim.sum_of_squares(shards)

@@ -158,10 +158,14 @@ class WindowCollectives:
         """Whether some rank failed, differs, or has no micro-step: a host read."""
         return bool(self._trouble)
 
+    def known_to_all(self, error: Exception) -> bool:
+        """Whether an error was found at the end, from what all ranks know."""
+        return self.over and not is_of_connection(error)
+
     def abandon(self, error: Exception, zero_grads: Callable[[], Any]) -> None:
         """Take part in what is left of the window after ``error``, and raise it on all ranks."""
-        if self.over and not is_of_connection(error):
-            raise error  # found at the end, from what all ranks know
+        if self.known_to_all(error):
+            raise error
         try:
             if is_of_connection(error):
                 raise error

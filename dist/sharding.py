@@ -19,8 +19,9 @@ from torch.distributed.tensor import (
 )
 
 from ..pure import tree
+from ._data_axes import dim_names
 
-__all__ = ["gather", "is_sharded", "local", "num_owned", "scatter", "shard", "wrap"]
+__all__ = ["gather", "is_sharded", "local", "local_part", "num_owned", "scatter", "shard", "wrap"]
 
 
 def shard(params: Any, mesh: DeviceMesh) -> Any:
@@ -97,7 +98,7 @@ def _gathered(leaf: Tensor, owned_over: str | Sequence[str]) -> Tensor:
 
 def num_owned(leaf: DTensor, owned_over: str | Sequence[str]) -> int:
     """How many leading mesh dimensions a leaf is cut along and stays so."""
-    owned = (owned_over,) if isinstance(owned_over, str) else owned_over
+    owned = dim_names(owned_over)
     names = leaf.device_mesh.mesh_dim_names or ()
     dims = [
         dim
@@ -113,8 +114,13 @@ def num_owned(leaf: DTensor, owned_over: str | Sequence[str]) -> int:
 
 
 def local(sharded: Any) -> Any:
-    """This rank's part of each leaf."""
-    return tree.map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, sharded)
+    """This rank's part of each leaf; leaves that are no DTensors as they are."""
+    return tree.map(local_part, sharded)
+
+
+def local_part(leaf: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor whole."""
+    return leaf.to_local() if isinstance(leaf, DTensor) else leaf
 
 
 def wrap(parts: Any, like: Any) -> Any:

@@ -17,11 +17,10 @@ from ..pure._transforms import inside
 from ..pure.plans import DenFn, require_known
 from ..pure.window import run
 from ..pure.window import window_value as window_value_of_one_rank
-from ._data_axes import data_axes
+from ._data_axes import data_axes, dim_names
 from ._fsdp_window import fsdp_value, fsdp_window, is_fsdp
 from ._gathering import gathering
 from ._lockstep import lockstep_value, lockstep_window
-from ._ranks import data_group
 from ._sum_partial import sum_partial
 from ._whole_window import whole_value, whole_window
 from .layout import reduction_rules
@@ -115,13 +114,13 @@ def window_grad(
         objective, plan, accumulate_dtype=accumulate_dtype, on_empty=on_empty, den_fn=den_fn
     )
 
-    owned = (owned_over,) if isinstance(owned_over, str) else tuple(owned_over)
+    owned = dim_names(owned_over)
 
     def grad(params: Any, window: Iterable[Any]) -> WindowGrad:
-        if data_group(mesh, group) is None:
+        axes = data_axes(mesh, group)
+        if axes is None:
             return run(spec, loss_fn, params, window)
         _refuse_transforms()
-        axes = data_axes(mesh, group)
         if is_fsdp(params):
             return fsdp_window(
                 spec, loss_fn, params, window, axes, owned_over=owned, equal_steps=equal_steps
@@ -199,13 +198,13 @@ def window_value(
 
     spec = Spec(objective, "after", on_empty=on_empty)
 
-    owned = (owned_over,) if isinstance(owned_over, str) else tuple(owned_over)
+    owned = dim_names(owned_over)
 
     def value(params: Any, window: Iterable[Any]) -> WindowValue:
-        if data_group(mesh, group) is None:
+        axes = data_axes(mesh, group)
+        if axes is None:
             return window_value_of_one_rank(loss_fn, objective, on_empty=on_empty)(params, window)
         _refuse_transforms()
-        axes = data_axes(mesh, group)
         if is_fsdp(params):
             return fsdp_value(spec, loss_fn, params, window, axes)
         _, own, _ = _on_rank(loss_fn, params, owned, "window")
