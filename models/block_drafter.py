@@ -32,6 +32,7 @@ __all__ = [
     "draft_states",
     "hidden_states",
     "map_blocks",
+    "one_block",
     "output_head",
     "prepare",
     "require_fields",
@@ -161,15 +162,28 @@ def draft_states(
     Returns:
         ``[B, Q, H]``.
     """
+    return hidden_states(params, one_block(captured, token), config, target)[:, 0]
+
+
+def one_block(captured: Tensor, token: Tensor) -> Batch:
+    """The batch of the one block behind the last known token.
+
+    Args:
+        captured: ``[B, a, K * H]``, hidden states of the target at positions before a.
+        token: ``[B]`` int64, the token at position a.
+
+    Examples:
+        >>> one_block(torch.ones(1, 2, 6), torch.tensor([7]))["tokens"]
+        tensor([[0, 0, 7]])
+    """
     num_rows, anchor = captured.shape[:2]
     anchors = torch.full((num_rows, 1), anchor, device=token.device)
-    batch = {
+    return {
         "tokens": functional.pad(token[:, None], (anchor, 0)),
         "captured": captured,
         "anchors": anchors,
         "keep": torch.ones_like(anchors, dtype=torch.bool),
     }
-    return hidden_states(params, batch, config, target)[:, 0]
 
 
 def output_head(target: Params) -> Tensor:

@@ -29,6 +29,7 @@ from . import (
     peagle,
     peagle_draft,
 )
+from .block_drafter import Draft
 from .data import Batch
 from .decoding import Target, cached_decoder
 from .eagle3_draft import with_embeddings
@@ -57,7 +58,7 @@ class Drafter(NamedTuple):
         prepare: ``(batch, config, progress) -> batch``, with what is drawn for it.
         loss_terms: ``(params, batch, config, target) -> (LossTerms, Metrics)``.
         objective: ``(config, progress) -> objective`` of that window.
-        draft: ``(params, captured, token, config, target) -> tokens`` ``[B, D]``, greedily.
+        draft: ``(params, captured, token, config, target) -> Draft``, greedily.
         num_drafted: ``config -> D``, the most tokens of a draft.
         target: ``(target's params, config) -> params``, what it reads of the frozen target.
         layers: ``(config, target's shape) -> indices`` of the target's layers that it reads.
@@ -73,7 +74,7 @@ class Drafter(NamedTuple):
     prepare: Callable[[Batch, Any, Progress], Batch]
     loss_terms: Callable[..., tuple[LossTerms, Metrics]]
     objective: Callable[[Any, Progress], Objective]
-    draft: Callable[[Params, Tensor, Tensor, Any, Params], Tensor]
+    draft: Callable[[Params, Tensor, Tensor, Any, Params], Draft]
     num_drafted: Callable[[Any], int]
     target: Callable[[Params, Any], Params]
     layers: Callable[[Any, decoder.Config], Sequence[int]]
@@ -104,6 +105,14 @@ def _cached(
     return cached_decoder(target, shape, capacity=capacity, layers=layers)
 
 
+def _of_no_target(init: Callable[[Any, Tensor], Params]) -> Callable[[Any, Tensor, Params], Params]:
+    return lambda config, key, target: init(config, key)
+
+
+def _throughout(objective: Callable[[Any], Objective]) -> Callable[[Any, Progress], Objective]:
+    return lambda config, progress: objective(config)
+
+
 def _anchors(batch: Batch, config: Any, progress: Progress) -> Batch:
     return block_drafter.prepare(batch, config)
 
@@ -113,10 +122,8 @@ def _embedding_and_head(target: Params, config: Any = None) -> Params:
 
 
 def _with_codes(target: Params, config: dspine.Config) -> Params:
-    frozen = _embedding_and_head(target)
-    head = frozen["head" if "head" in frozen else "embed"]
-    space = transfer_space(head.detach(), config.transfer_rank)
-    return {**frozen, "codes": space.codes, "basis": space.basis}
+    space = transfer_space(block_drafter.output_head(target), config.transfer_rank)
+    return _embedding_and_head(target) | {"codes": space.codes, "basis": space.basis}
 
 
 def _prepare_domino(batch: Batch, config: domino.Config, progress: Progress) -> Batch:
@@ -132,11 +139,11 @@ DRAFTERS = {
     "dspark": Drafter(
         title="DSpark",
         config=drafter_configs.dspark_config,
-        init=lambda config, key, target: dspark.init(config, key),
+        init=_of_no_target(dspark.init),
         prepare=_anchors,
         loss_terms=dspark.loss_terms,
-        objective=lambda config, progress: dspark.objective(config),
-        draft=lambda *args: dspark_draft.draft(*args).tokens,
+        objective=_throughout(dspark.objective),
+        draft=dspark_draft.draft,
         num_drafted=lambda config: config.block_size,
         target=_embedding_and_head,
         layers=_of_target,
@@ -145,11 +152,11 @@ DRAFTERS = {
     "dflash": Drafter(
         title="DFlash",
         config=drafter_configs.dflash_config,
-        init=lambda config, key, target: dflash.init(config, key),
+        init=_of_no_target(dflash.init),
         prepare=_anchors,
         loss_terms=dflash.loss_terms,
-        objective=lambda config, progress: dflash.objective(config),
-        draft=lambda *args: dflash_draft.draft(*args).tokens,
+        objective=_throughout(dflash.objective),
+        draft=dflash_draft.draft,
         num_drafted=lambda config: config.block_size - 1,
         target=_embedding_and_head,
         layers=_of_target,
@@ -158,11 +165,11 @@ DRAFTERS = {
     "domino": Drafter(
         title="Domino",
         config=drafter_configs.domino_config,
-        init=lambda config, key, target: domino.init(config, key),
+        init=_of_no_target(domino.init),
         prepare=_prepare_domino,
         loss_terms=domino.loss_terms,
-        objective=lambda config, progress: domino.objective(config),
-        draft=lambda *args: domino_draft.draft(*args).tokens,
+        objective=_throughout(domino.objective),
+        draft=domino_draft.draft,
         num_drafted=lambda config: config.num_drafted,
         target=_embedding_and_head,
         layers=_of_target,
@@ -177,7 +184,7 @@ DRAFTERS = {
         objective=lambda config, progress: dspine.objective(
             config, alignment=dspine.schedule(config, *progress).alignment
         ),
-        draft=lambda *args: dspine_draft.draft(*args).tokens,
+        draft=dspine_draft.draft,
         num_drafted=lambda config: config.block_size - 1,
         target=_with_codes,
         layers=_of_target,
@@ -186,11 +193,11 @@ DRAFTERS = {
     "mtp": Drafter(
         title="MTP",
         config=drafter_configs.mtp_config,
-        init=lambda config, key, target: mtp.init(config, key),
+        init=_of_no_target(mtp.init),
         prepare=lambda batch, config, progress: mtp.prepare(batch, config),
         loss_terms=mtp.loss_terms,
-        objective=lambda config, progress: mtp.objective(config),
-        draft=lambda *args: mtp_draft.draft(*args).tokens,
+        objective=_throughout(mtp.objective),
+        draft=mtp_draft.draft,
         num_drafted=lambda config: config.num_steps,
         target=_embedding_and_head,
         layers=lambda config, target: (),
@@ -202,32 +209,32 @@ DRAFTERS = {
     "eagle3": Drafter(
         title="EAGLE-3",
         config=drafter_configs.eagle3_config,
-        init=lambda config, key, target: eagle3.init(config, key),
+        init=_of_no_target(eagle3.init),
         prepare=lambda batch, config, progress: batch,
         loss_terms=eagle3.loss_terms,
-        objective=lambda config, progress: eagle3.objective(config),
-        draft=lambda *args: eagle3_draft.draft(*args).tokens,
+        objective=_throughout(eagle3.objective),
+        draft=eagle3_draft.draft,
         num_drafted=lambda config: config.num_steps,
         target=_embedding_and_head,
         layers=_of_target,
         decoder=lambda target, shape, capacity, layers, params: with_embeddings(
-            cached_decoder(target, shape, capacity=capacity, layers=layers), target["embed"]
+            _cached(target, shape, capacity, layers, params), target["embed"]
         ),
         den=eagle3.den,
     ),
     "peagle": Drafter(
         title="P-EAGLE",
         config=drafter_configs.peagle_config,
-        init=lambda config, key, target: peagle.init(config, key),
+        init=_of_no_target(peagle.init),
         prepare=lambda batch, config, progress: peagle.prepare(batch, config),
         loss_terms=peagle.loss_terms,
-        objective=lambda config, progress: peagle.objective(config),
-        draft=lambda *args: peagle_draft.draft(*args).tokens,
+        objective=_throughout(peagle.objective),
+        draft=peagle_draft.draft,
         num_drafted=lambda config: config.num_depths,
         target=_embedding_and_head,
         layers=_of_target,
         decoder=lambda target, shape, capacity, layers, params: with_embeddings(
-            cached_decoder(target, shape, capacity=capacity, layers=layers), params["embed"]
+            _cached(target, shape, capacity, layers, params), params["embed"]
         ),
     ),
 }

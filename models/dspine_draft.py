@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from . import injection
-from .block_drafter import Draft, output_head
+from .block_drafter import Draft, one_block, output_head
 from .dspine_candidates import candidates, scores
 from .dspine_config import Config
 from .dspine_network import States, apply, refine
@@ -61,14 +60,6 @@ def draft(params: Any, captured: Tensor, token: Tensor, config: Config, target: 
 
 def _states(params: Any, captured: Tensor, token: Tensor, config: Config, target: Any) -> States:
     """Those of the one block behind the last known token, ``[B, Q - 1, ...]``."""
-    num_rows, anchor = captured.shape[:2]
-    anchors = torch.full((num_rows, 1), anchor, device=token.device)
-    batch = {
-        "tokens": pad(token[:, None], (anchor, 0)),
-        "captured": captured,
-        "anchors": anchors,
-        "keep": torch.ones_like(anchors, dtype=torch.bool),
-    }
-    states = apply(params, batch, config, target)
+    states = apply(params, one_block(captured, token), config, target)
     hidden, before = states.hidden[:, 0], states.before[:, 0]
     return States(hidden, before, tuple(each[:, 0] for each in states.features))

@@ -33,6 +33,7 @@ __all__ = [
     "drafter_kind",
     "drafter_loss",
     "drafter_objective",
+    "drafter_target",
     "drafter_windows",
     "one_cycle",
     "read_states",
@@ -122,22 +123,25 @@ def drafter_config(config: TrainConfig, shape: Config, mask_token_id: int) -> An
     return drafter_kind(config).config(config.drafter, shape, mask_token_id)
 
 
-def drafter_init(config: TrainConfig, shape: Any, target: Any) -> Any:
-    """The untrained drafter."""
-    kind = drafter_kind(config)
-    return kind.init(shape, stream_key(config, DRAFTER), kind.target(target, shape))
+def drafter_target(config: TrainConfig, shape: Any, target: Any) -> Any:
+    """What the drafter reads of the frozen target: to be computed once, and kept."""
+    return drafter_kind(config).target(target, shape)
 
 
-def drafter_loss(config: TrainConfig, shape: Any, target: Any) -> LossFn:
+def drafter_init(config: TrainConfig, shape: Any, frozen: Any) -> Any:
+    """The untrained drafter; ``frozen`` is from ``drafter_target``."""
+    return drafter_kind(config).init(shape, stream_key(config, DRAFTER), frozen)
+
+
+def drafter_loss(config: TrainConfig, shape: Any, frozen: Any) -> LossFn:
     """The drafter's loss terms, on params or on a module of them."""
-    kind = drafter_kind(config)
-    frozen = kind.target(target, shape)
-    return partial(call, partial(kind.loss_terms, config=shape, target=frozen))
+    loss_terms = drafter_kind(config).loss_terms
+    return partial(call, partial(loss_terms, config=shape, target=frozen))
 
 
-def drafter_den(config: TrainConfig, shape: Any, target: Any) -> Callable[[Batch], Any] | None:
+def drafter_den(config: TrainConfig, shape: Any, frozen: Any) -> Callable[[Batch], Any] | None:
     """What counts the dens of a batch before a window; None where that is not needed."""
-    den, frozen = drafter_kind(config).den, drafter_kind(config).target(target, shape)
+    den = drafter_kind(config).den
     return None if den is None else lambda batch: den(batch, shape, frozen)
 
 
@@ -245,6 +249,7 @@ def decode(
     shape: Config,
     drafters: dict[str, Any],
     drafter: Any,
+    frozen: Any,
     *,
     new_tokens: int,
 ) -> Decodings:
@@ -253,21 +258,21 @@ def decode(
     In float64 the target's best logits are never closer than rounding, so that the tokens must be
     the same one by one.
     """
-    target, drafters = tree.map(Tensor.double, (target, drafters))
+    target, drafters, frozen = tree.map(Tensor.double, (target, drafters, frozen))
     longest = max(len(prompt) for prompt in prompts)
     capacity = longest + new_tokens + kind.num_drafted(drafter) + 1
-    layers, frozen = kind.layers(drafter, shape), kind.target(target, drafter)
+    layers = kind.layers(drafter, shape)
     plain = cached_decoder(target, shape, capacity=capacity)
 
     def drafted(params: Any, captured: Tensor, token: Tensor) -> Tensor:
-        return kind.draft(params, captured, token, drafter, frozen)
+        return kind.draft(params, captured, token, drafter, frozen).tokens
 
     def speculated(params: Any) -> list[Decoded]:
-        model, drafter = (
+        model, draft = (
             kind.decoder(target, shape, capacity, layers, params),
             partial(drafted, params),
         )
-        return [speculative_greedy(model, drafter, prompt, new_tokens) for prompt in prompts]
+        return [speculative_greedy(model, draft, prompt, new_tokens) for prompt in prompts]
 
     by_drafter = {name: speculated(params) for name, params in drafters.items()}
     return Decodings(by_drafter, [greedy(plain, prompt, new_tokens) for prompt in prompts])

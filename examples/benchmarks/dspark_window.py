@@ -40,8 +40,9 @@ def setting(num_ranks: int) -> Setting:
         next(job.drafter_windows(config, corpus, shape, drafter, target, rank, num_ranks))
         for rank in range(num_ranks)
     ]
-    params = job.drafter_init(config, drafter, target)
-    loss_fn = job.drafter_loss(config, drafter, target)
+    frozen = job.drafter_target(config, drafter, target)
+    params = job.drafter_init(config, drafter, frozen)
+    loss_fn = job.drafter_loss(config, drafter, frozen)
     return Setting(windows, params, loss_fn, drafter)
 
 

@@ -65,9 +65,10 @@ def compare(
     config = with_overrides(config, [f"drafter.model={name}"])
     kind = job.drafter_kind(config)
     drafter = job.drafter_config(config, shape, corpus.tokenizer.special_ids["mask"])
-    loss_fn = job.drafter_loss(config, drafter, target)
-    den_fn = job.drafter_den(config, drafter, target)
-    untrained = job.drafter_init(config, drafter, target)
+    frozen = job.drafter_target(config, drafter, target)
+    loss_fn = job.drafter_loss(config, drafter, frozen)
+    den_fn = job.drafter_den(config, drafter, frozen)
+    untrained = job.drafter_init(config, drafter, frozen)
 
     def grad_at(step: int) -> Grad:
         return window_grad(loss_fn, job.drafter_objective(config, drafter, step), den_fn=den_fn)
@@ -87,6 +88,7 @@ def compare(
         shape,
         {"untrained": untrained, "trained": trained},
         drafter,
+        frozen,
         new_tokens=config.run.new_tokens,
     )
     return {

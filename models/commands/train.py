@@ -46,6 +46,18 @@ def set_up(config: TrainConfig) -> Setup:
     return Setup(config, corpus, shape, drafter)
 
 
+class Models(NamedTuple):
+    """The trained target.
+
+    Attributes:
+        target: its params.
+        frozen: what the drafter reads of them, from ``job.drafter_target``.
+    """
+
+    target: Any
+    frozen: Any
+
+
 class Stopped(Exception):
     """SIGTERM came, and what was trained is saved."""
 
@@ -76,22 +88,23 @@ def run(setup: Setup, on_ranks: Ranks, saved: Path | None) -> Report:
         _say(on_ranks, f"Writing the target's hidden states to {config.drafter.features}")
         on_ranks(_save_states, setup, target.params)
         setup = setup._replace(corpus=job.read_states(config, setup.corpus))
-    by_ranks = _finished(on_ranks(_train_drafter, setup, target.params, saved)[0])
-    alone = _finished(_train_drafter_alone(setup, target.params, saved))
+    models = Models(target.params, job.drafter_target(config, drafter, target.params))
+    by_ranks = _finished(on_ranks(_train_drafter, setup, models, saved)[0])
+    alone = _finished(_train_drafter_alone(setup, models, saved))
     drafters = {
-        "untrained": job.drafter_init(config, drafter, target.params),
+        "untrained": job.drafter_init(config, drafter, models.frozen),
         "1 rank": alone.params,
         on_ranks.name: by_ranks.params,
     }
     _say(on_ranks, "Decoding held-out text with the target alone and with each drafter")
-    decoded = on_ranks(_decode, setup, target.params, drafters)
+    decoded = on_ranks(_decode, setup, models, drafters)
     _say(on_ranks, "Computing one window's gradient in different ways, in float64")
     return Report(
         config=config,
         target=target.records,
         drafter={on_ranks.name: by_ranks.records, "1 rank": alone.records},
         decoded=_gathered(decoded),
-        receipt=_receipt(setup, target.params, by_ranks.params, on_ranks),
+        receipt=_receipt(setup, models, by_ranks.params, on_ranks),
         text=setup.corpus.tokenizer.decode,
     )
 
@@ -201,20 +214,21 @@ def _train_target(setup: Setup, saved: Path | None) -> Trained:
 
 
 def _drafter_stage(
-    setup: Setup, target: Any, name: str, label: str, rank: int = 0, num_ranks: int = 1
+    setup: Setup, models: Models, name: str, rank: int = 0, num_ranks: int = 1
 ) -> _Stage:
     def windows(first: int) -> Any:
-        return job.drafter_windows(*setup, target, rank, num_ranks, first=first)
+        return job.drafter_windows(*setup, models.target, rank, num_ranks, first=first)
 
-    drafter = setup.config.drafter
-    return _Stage(name, label, windows, drafter.num_windows, drafter.lr)
+    config, ranks = setup.config, "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    label = f"{job.drafter_kind(config).title}, {ranks}"
+    return _Stage(name, label, windows, config.drafter.num_windows, config.drafter.lr)
 
 
-def _grad_at(window_grad: Callable[..., Any], setup: Setup, target: Any) -> Callable[[int], Any]:
+def _grad_at(window_grad: Callable[..., Any], setup: Setup, models: Models) -> Callable[[int], Any]:
     """The gradient of the drafter's window of a number."""
     config, drafter = setup.config, setup.drafter
-    loss_fn = job.drafter_loss(config, drafter, target)
-    den_fn = job.drafter_den(config, drafter, target)
+    loss_fn = job.drafter_loss(config, drafter, models.frozen)
+    den_fn = job.drafter_den(config, drafter, models.frozen)
 
     def grad_at(step: int) -> Any:
         objective = job.drafter_objective(config, drafter, step)
@@ -223,24 +237,21 @@ def _grad_at(window_grad: Callable[..., Any], setup: Setup, target: Any) -> Call
     return grad_at
 
 
-def _train_drafter(setup: Setup, target: Any, saved: Path | None) -> Trained:
+def _train_drafter(setup: Setup, models: Models, saved: Path | None) -> Trained:
     """On ranks: an FSDP2 module, its gradients reduced by SUM."""
-    rank, num_ranks = rank_and_number()
-    config, drafter = setup.config, setup.drafter
-    label = f"{job.drafter_kind(config).title}, {num_ranks} ranks"
-    stage = _drafter_stage(setup, target, "drafter", label, rank, num_ranks)
-    module = _sharded(job.drafter_init(config, drafter, target))
-    trained = _fit(config, stage, _grad_at(dist.window_grad, setup, target), module, saved)
+    stage = _drafter_stage(setup, models, "drafter", *rank_and_number())
+    module = _sharded(job.drafter_init(setup.config, setup.drafter, models.frozen))
+    grad_at = _grad_at(dist.window_grad, setup, models)
+    trained = _fit(setup.config, stage, grad_at, module, saved)
     return trained._replace(params=_whole(trained.params))
 
 
-def _train_drafter_alone(setup: Setup, target: Any, saved: Path | None) -> Trained:
+def _train_drafter_alone(setup: Setup, models: Models, saved: Path | None) -> Trained:
     """On one rank: a pytree of params and no process group. The same windows."""
-    config, drafter = setup.config, setup.drafter
-    label = f"{job.drafter_kind(config).title}, 1 rank"
-    stage = _drafter_stage(setup, target, "drafter-1-rank", label)
-    params = tree.map(Tensor.clone, job.drafter_init(config, drafter, target))
-    return _fit(config, stage, _grad_at(pure.window_grad, setup, target), params, saved)
+    stage = _drafter_stage(setup, models, "drafter-1-rank")
+    untrained = job.drafter_init(setup.config, setup.drafter, models.frozen)
+    params = tree.map(Tensor.clone, untrained)
+    return _fit(setup.config, stage, _grad_at(pure.window_grad, setup, models), params, saved)
 
 
 def _save_states(setup: Setup, target: Any) -> None:
@@ -248,7 +259,9 @@ def _save_states(setup: Setup, target: Any) -> None:
     c10d.barrier()  # before they are read
 
 
-def _decode(setup: Setup, target: Any, drafters: dict[str, Any]) -> list[tuple[int, job.Decodings]]:
+def _decode(
+    setup: Setup, models: Models, drafters: dict[str, Any]
+) -> list[tuple[int, job.Decodings]]:
     """This rank's share of the prompts, each with its number."""
     rank, num_ranks = rank_and_number()
     config, corpus, shape, drafter = setup
@@ -258,7 +271,16 @@ def _decode(setup: Setup, target: Any, drafters: dict[str, Any]) -> list[tuple[i
     new_tokens = config.run.new_tokens
     kind = job.drafter_kind(config)
     decoded = [
-        job.decode(kind, prompt, target, shape, drafters, drafter, new_tokens=new_tokens)
+        job.decode(
+            kind,
+            prompt,
+            models.target,
+            shape,
+            drafters,
+            drafter,
+            models.frozen,
+            new_tokens=new_tokens,
+        )
         for prompt in prompts
     ]
     return list(zip(numbers, decoded, strict=True))
@@ -275,12 +297,12 @@ def _gathered(shares: list[list[tuple[int, job.Decodings]]]) -> list[job.Decodin
 
 
 def _receipt(
-    setup: Setup, target: Any, params: Any, on_ranks: Ranks
+    setup: Setup, models: Models, params: Any, on_ranks: Ranks
 ) -> dict[str, dict[str, float]]:
-    target, params = tree.map(Tensor.double, (target, params))
-    window = next(job.drafter_windows(*setup, target))
+    models, params = tree.map(Tensor.double, (models, params))
+    window = next(job.drafter_windows(*setup, models.target))
     config, drafter = setup.config, setup.drafter
-    loss_fn = job.drafter_loss(config, drafter, target)
+    loss_fn = job.drafter_loss(config, drafter, models.frozen)
     objective = job.drafter_objective(config, drafter, config.drafter.num_windows)
     shared = on_ranks(_grad_on_ranks, loss_fn, objective, params, window)[0]
     return receipt(loss_fn, objective, params, window, {f"{on_ranks.name} x ragged": shared})

@@ -3,24 +3,12 @@
 import math
 
 import torch
-from dspark_cases import MASK_TOKEN, VOCAB, WIDTH, normal
+from dspark_cases import MASK_TOKEN, WIDTH, normal
+from dspark_cases import SHAPE as DSPARK_SHAPE
 
 from numden.pure import random, tree
 
-SHAPE = dict(
-    vocab_size=VOCAB,
-    mask_token_id=MASK_TOKEN,
-    hidden_size=WIDTH,
-    intermediate_size=12,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    num_target_layers=2,
-    num_layers=2,
-    block_size=4,
-    num_anchors=5,
-    chunk_blocks=8,
-)
+SHAPE = {name: size for name, size in DSPARK_SHAPE.items() if name != "markov_rank"}
 
 
 def make_batch(prepare, config, num_rows=3, size=11, seed=4, supervised=0.8):

@@ -26,14 +26,15 @@ def setting(name, *overrides):
     shape = job.target_config(config, corpus.tokenizer.vocab_size)
     drafter = job.drafter_config(config, shape, corpus.tokenizer.special_ids["mask"])
     target = tree.map(Tensor.double, job.target_init(config, shape))
-    params = tree.map(Tensor.double, job.drafter_init(config, drafter, target))
-    return config, corpus, shape, drafter, target, params
+    frozen = job.drafter_target(config, drafter, target)
+    params = tree.map(Tensor.double, job.drafter_init(config, drafter, frozen))
+    return config, corpus, shape, drafter, target, frozen, params
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_gradient_is_that_of_the_whole_batch_and_training_lowers_the_loss(name):
-    config, corpus, shape, drafter, target, params = setting(name, "drafter.num_windows=6")
-    loss_fn = job.drafter_loss(config, drafter, target)
+    config, corpus, shape, drafter, target, frozen, params = setting(name, "drafter.num_windows=6")
+    loss_fn = job.drafter_loss(config, drafter, frozen)
     windows = list(islice(job.drafter_windows(config, corpus, shape, drafter, target), 6))
     objective = job.drafter_objective(config, drafter, 6)
     found = receipt(loss_fn, objective, params, windows[0], {})
@@ -52,10 +53,12 @@ def test_gradient_is_that_of_the_whole_batch_and_training_lowers_the_loss(name):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_speculative_decoding_gives_the_targets_tokens(name):
-    config, corpus, shape, drafter, target, params = setting(name)
+    config, corpus, shape, drafter, target, frozen, params = setting(name)
     prompts = [row.tokens[:8] for row in corpus.held_out[:2]]
     kind = job.drafter_kind(config)
-    decoded = job.decode(kind, prompts, target, shape, {name: params}, drafter, new_tokens=10)
+    decoded = job.decode(
+        kind, prompts, target, shape, {name: params}, drafter, frozen, new_tokens=10
+    )
     for plain, drafted in zip(decoded.plain, decoded.by_drafter[name], strict=True):
         assert torch.equal(plain, drafted.tokens)
         assert all(0 <= kept <= config.drafter.block_size for kept in drafted.accepted)

@@ -52,6 +52,10 @@ def drafter_windows(config, corpus, shapes, target, rank=0, num_ranks=1):
     return job.drafter_windows(config, corpus, shape, drafter, target, rank, num_ranks)
 
 
+def frozen(shapes, target):
+    return job.drafter_target(CONFIG, shapes[1], target)
+
+
 def save_states(config, corpus, shapes, target, rank=0, num_ranks=1):
     shape, drafter = shapes
     job.save_states(config, corpus, shape, drafter, target, rank, num_ranks)
@@ -314,8 +318,12 @@ def test_saved_rows_are_the_rows(corpus, saved):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equivalent_saved_states_on_the_fly(corpus, saved, shapes, target, dtype, monkeypatch):
     target = tree.map(lambda leaf: leaf.to(dtype), target)
-    params = tree.map(lambda leaf: leaf.to(dtype), job.drafter_init(CONFIG, shapes[1], target))
-    grad = window_grad(job.drafter_loss(CONFIG, shapes[1], target), dspark.objective(shapes[1]))
+    params = tree.map(
+        lambda leaf: leaf.to(dtype), job.drafter_init(CONFIG, shapes[1], frozen(shapes, target))
+    )
+    grad = window_grad(
+        job.drafter_loss(CONFIG, shapes[1], frozen(shapes, target)), dspark.objective(shapes[1])
+    )
     on_the_fly = islice(drafter_windows(CONFIG, corpus, shapes, target), 3)
     expected = [grad(params, window) for window in on_the_fly]
     monkeypatch.setattr(job, "states", None)  # is not called any more
@@ -380,12 +388,23 @@ def test_speculative_tokens_are_the_targets_own(corpus, shapes, target, monkeypa
     monkeypatch.setattr(job, "cached_decoder", watched)
     monkeypatch.setattr(drafters_module, "cached_decoder", watched)
     loud = tree.map(
-        lambda w: 20 * w if w.dim() == 2 else w, job.drafter_init(CONFIG, drafter, target)
+        lambda w: 20 * w if w.dim() == 2 else w,
+        job.drafter_init(CONFIG, drafter, frozen(shapes, target)),
     )
-    drafters = {"untrained": job.drafter_init(CONFIG, drafter, target), "loud": loud}
+    drafters = {
+        "untrained": job.drafter_init(CONFIG, drafter, frozen(shapes, target)),
+        "loud": loud,
+    }
     prompts = [row.tokens[:5] for row in corpus.held_out]
     decoded = job.decode(
-        job.drafter_kind(CONFIG), prompts, target, shape, drafters, drafter, new_tokens=20
+        job.drafter_kind(CONFIG),
+        prompts,
+        target,
+        shape,
+        drafters,
+        drafter,
+        frozen(shapes, target),
+        new_tokens=20,
     )
     assert len({tuple(tokens.tolist()) for tokens in decoded.plain}) > 1
     model = tree.map(torch.Tensor.double, target)
