@@ -14,7 +14,8 @@ import typer
 from ._extras import require
 from .commands.ranks import Ranks
 from .commands.saved import checkpoints_of
-from .commands.train import Stopped, console, run, set_up
+from .commands.setup import set_up
+from .commands.train import Stopped, console, run
 from .report import print_report, write_report
 from .train_config import TrainConfig, load_config, with_overrides
 

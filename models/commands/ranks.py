@@ -8,10 +8,14 @@ from multiprocessing import active_children
 from typing import Any
 
 import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from ... import dist
+from ...pure import tree
+from ..module import as_module
 
-__all__ = ["Ranks", "rank_and_number"]
+__all__ = ["Ranks", "rank_and_number", "sharded"]
 
 _WEEK = 7 * 24 * 3600.0
 
@@ -68,3 +72,12 @@ def _sigterm_to_ranks() -> Iterator[None]:
 def rank_and_number() -> tuple[int, int]:
     """This rank, and how many there are."""
     return c10d.get_rank(), c10d.get_world_size()
+
+
+def sharded(params: Any) -> Any:
+    """FSDP2 over the params of a model, each block on its own."""
+    module = as_module(lambda params: params, tree.map(Tensor.clone, params))
+    if "layers" in module:
+        for layer in module["layers"]:
+            fully_shard(layer)
+    return fully_shard(module)

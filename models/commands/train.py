@@ -1,6 +1,5 @@
 """What ``numden train`` runs, step after step, and what each rank does of it."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,53 +8,23 @@ import torch
 import torch.distributed as c10d
 from rich.console import Console
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 from ... import dist, pure
 from ...dist import Record
 from ...pure import WindowGrad, optim, tree
 from .. import job
-from ..decoder import Config
-from ..job_rows import Corpus, read_corpus
-from ..module import as_module, as_params
-from ..receipt import receipt
+from ..job_rows import Corpus
+from ..module import as_params
 from ..report import Report
 from ..train_config import TrainConfig
-from .ranks import Ranks, rank_and_number
+from .exactness import receipt_on_ranks
+from .ranks import Ranks, rank_and_number, sharded
 from .saved import records_before, writer
+from .setup import Models, Setup
 
-__all__ = ["Setup", "Stopped", "run", "set_up"]
+__all__ = ["Stopped", "run"]
 
 console = Console()
-
-
-class Setup(NamedTuple):
-    """What all steps of the command work with."""
-
-    config: TrainConfig
-    corpus: Corpus
-    shape: Config
-    drafter: Any
-
-
-def set_up(config: TrainConfig) -> Setup:
-    """Read the text, and check all shapes."""
-    corpus = read_corpus(config)
-    shape = job.target_config(config, corpus.tokenizer.vocab_size)
-    drafter = job.drafter_config(config, shape, corpus.tokenizer.special_ids["mask"])
-    return Setup(config, corpus, shape, drafter)
-
-
-class Models(NamedTuple):
-    """The trained target.
-
-    Attributes:
-        target: its params.
-        frozen: what the drafter reads of them, from ``job.drafter_target``.
-    """
-
-    target: Any
-    frozen: Any
 
 
 class Stopped(Exception):
@@ -104,7 +73,7 @@ def run(setup: Setup, on_ranks: Ranks, saved: Path | None) -> Report:
         target=target.records,
         drafter={on_ranks.name: by_ranks.records, "1 rank": alone.records},
         decoded=_gathered(decoded),
-        receipt=_receipt(setup, models, by_ranks.params, on_ranks),
+        receipt=receipt_on_ranks(setup, models, by_ranks.params, on_ranks),
         text=setup.corpus.tokenizer.decode,
     )
 
@@ -126,15 +95,6 @@ def _corpus_text(corpus: Corpus) -> str:
         f"{len(corpus.rows):,} rows with {num_tokens:,} tokens of a vocabulary of "
         f"{corpus.tokenizer.vocab_size:,}, and {len(corpus.held_out)} rows held out"
     )
-
-
-def _sharded(params: Any) -> Any:
-    """FSDP2 over the params of a model, each block on its own."""
-    module = as_module(lambda params: params, tree.map(Tensor.clone, params))
-    if "layers" in module:
-        for layer in module["layers"]:
-            fully_shard(layer)
-    return fully_shard(module)
 
 
 def _whole(module: Any) -> Any:
@@ -208,7 +168,7 @@ def _train_target(setup: Setup, saved: Path | None) -> Trained:
         target.lr,
     )
     grad = dist.window_grad(job.target_loss(shape))
-    module = _sharded(job.target_init(config, shape))
+    module = sharded(job.target_init(config, shape))
     trained = _fit(config, stage, lambda step: grad, module, saved)
     return trained._replace(params=_whole(trained.params))
 
@@ -240,7 +200,7 @@ def _grad_at(window_grad: Callable[..., Any], setup: Setup, models: Models) -> C
 def _train_drafter(setup: Setup, models: Models, saved: Path | None) -> Trained:
     """On ranks: an FSDP2 module, its gradients reduced by SUM."""
     stage = _drafter_stage(setup, models, "drafter", *rank_and_number())
-    module = _sharded(job.drafter_init(setup.config, setup.drafter, models.frozen))
+    module = sharded(job.drafter_init(setup.config, setup.drafter, models.frozen))
     grad_at = _grad_at(dist.window_grad, setup, models)
     trained = _fit(setup.config, stage, grad_at, module, saved)
     return trained._replace(params=_whole(trained.params))
@@ -294,30 +254,3 @@ def _gathered(shares: list[list[tuple[int, job.Decodings]]]) -> list[job.Decodin
         shares = everyone
     by_number = dict(pair for share in shares for pair in share)
     return [by_number[number] for number in sorted(by_number)]
-
-
-def _receipt(
-    setup: Setup, models: Models, params: Any, on_ranks: Ranks
-) -> dict[str, dict[str, float]]:
-    models, params = tree.map(Tensor.double, (models, params))
-    window = next(job.drafter_windows(*setup, models.target))
-    config, drafter = setup.config, setup.drafter
-    loss_fn = job.drafter_loss(config, drafter, models.frozen)
-    objective = job.drafter_objective(config, drafter, config.drafter.num_windows)
-    shared = on_ranks(_grad_on_ranks, loss_fn, objective, params, window)[0]
-    return receipt(loss_fn, objective, params, window, {f"{on_ranks.name} x ragged": shared})
-
-
-def _grad_on_ranks(loss_fn: Any, objective: Any, params: Any, window: list[Any]) -> WindowGrad:
-    """The gradient of a window dealt unevenly: rank r has about r + 1 shares of it."""
-    rank, num_ranks = rank_and_number()
-    total = num_ranks * (num_ranks + 1) // 2
-    bounds = [len(window) * r * (r + 1) // 2 // total for r in range(num_ranks + 1)]
-    share = window[bounds[rank] : bounds[rank + 1]]
-    module = _sharded(params)
-    result = dist.window_grad(loss_fn, objective)(module, share)
-    whole = dist.gather(result.grads)
-    # The module's parameters are named by the places that the leaves have in the params.
-    places = [re.sub(r"\['?(.+?)'?\]", r".\1", name)[1:] for name in tree.names(params)]
-    leaves = [whole[place] for place in places]
-    return result._replace(grads=tree.unflatten(tree.structure(params), leaves))
