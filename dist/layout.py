@@ -134,10 +134,14 @@ def reduction_rules(
         others = _refuse
     else:
         reduced, leaves, others = {}, tree.named(params), _of_window
-    rules = []
+    rules, known = [], {}  # a model has few layouts, and each window asks for all its parameters
     for name, leaf in leaves.items():
-        who = _Who(axes, owned, reduced.get(id(leaf), {}), others)
-        rules.append(Rule(name, _summed_by(name, leaf, who)))
+        by_fsdp = reduced.get(id(leaf), {})
+        cut = (leaf.device_mesh, leaf.placements) if isinstance(leaf, DTensor) else None
+        layout = cut, id(by_fsdp) if by_fsdp else None
+        if layout not in known:
+            known[layout] = _summed_by(name, leaf, _Who(axes, owned, by_fsdp, others))
+        rules.append(Rule(name, known[layout]))
     _require_owned(rules, owned)
     return rules
 
@@ -240,18 +244,23 @@ def _by_fsdp(module: nn.Module) -> dict[int, dict[frozenset[int], By]]:
     Only FSDP2's own record tells them from the dimensions of tensor or expert parallelism.
     """
     found: dict[int, dict[frozenset[int], By]] = {}
+    of_mesh: dict[Any, dict[frozenset[int], By]] = {}
     for part in module.modules():
         for group in _param_groups(part) if isinstance(part, FSDPModule) else ():
             for each in group.fsdp_params:
-                info, mesh = each.mesh_info, each.mesh_info.mesh
-                by = {
-                    ranks_along(mesh, dim): By.FSDP
-                    if dim == info.shard_mesh_dim
-                    else By.FSDP_REPLICAS
-                    for dim in range(mesh.ndim)
-                }
-                found[id(each.sharded_param)] = by
+                mesh, cut = each.mesh_info.mesh, each.mesh_info.shard_mesh_dim
+                if (mesh, cut) not in of_mesh:
+                    of_mesh[mesh, cut] = _over_dims(mesh, cut)
+                found[id(each.sharded_param)] = of_mesh[mesh, cut]
     return found
+
+
+def _over_dims(mesh: DeviceMesh, cut: int | None) -> dict[frozenset[int], By]:
+    """The ranks along each dimension of FSDP2's mesh, one of which shards are cut over."""
+    return {
+        ranks_along(mesh, dim): By.FSDP if dim == cut else By.FSDP_REPLICAS
+        for dim in range(mesh.ndim)
+    }
 
 
 def _param_groups(part: FSDPModule) -> list[Any]:

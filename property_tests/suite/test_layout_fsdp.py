@@ -9,11 +9,12 @@ import pytest
 import torch.distributed as c10d
 from dist_cases import DEALS, WINDOW, fully_sharded, mean_loss, net
 from layout_cases import ROUNDING, of_whole_batch, off
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from numden import dist
-from numden.dist import run_local
+from numden.dist import layout, run_local
 
 ONE_DIMENSION = """\
 parameter  number  summed over fsdp by
@@ -117,3 +118,22 @@ def test_hybrid_shards_are_not_summed_over_a_part_of_their_ranks():
     for messages in run_local(on_rank, 4):
         for message in messages:
             assert message.startswith("window_grad: an FSDP2 module must be on the ranks of the")
+
+
+def test_rules_are_found_for_each_layout_and_not_for_each_parameter(monkeypatch):
+    """Each window asks for them, so that the meshes of a thousand parameters would be felt."""
+
+    def on_rank():
+        mesh, counts = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), []
+        for depth in (1, 9):
+            calls = []
+            module = fully_shard(nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)]), mesh=mesh)
+            along = layout.ranks_along
+            monkeypatch.setattr(layout, "ranks_along", lambda *a: calls.append(a) or along(*a))  # noqa: B023
+            assert len(dist.explain_reduction(module, mesh).rules) == 2 * depth
+            monkeypatch.undo()
+            counts.append(len(calls))
+        return counts
+
+    for few, many in run_local(on_rank, 2):
+        assert few == many > 0
